@@ -1,0 +1,75 @@
+"""The words that every part of Fulcrum shares: formats, processors, operators, provenance, ids."""
+
+from enum import StrEnum
+from typing import NewType
+
+LayerId = NewType("LayerId", int)
+"""A decoder layer, 0 .. L-1."""
+
+SubLayerId = NewType("SubLayerId", int)
+"""A residual block, 0 .. 2L-1: attention of layer i is 2i, its MLP 2i+1 (KnapSpec, section 3)."""
+
+NodeId = NewType("NodeId", int)
+"""A node of a token tree, 0 being the root."""
+
+
+class SubLayerKind(StrEnum):
+    """What a residual block computes."""
+
+    ATTENTION = "attention"
+    MLP = "mlp"
+
+
+class Format(StrEnum):
+    """Number format of a sub-layer: bits of its weights (w) and of its activations (a)."""
+
+    F32 = "f32"
+    W8A16 = "w8a16"
+    W8A8 = "w8a8"
+    W4 = "w4"
+
+
+class ProcessorKind(StrEnum):
+    """Where an operator can run."""
+
+    CPU = "cpu"
+    NPU = "npu"
+
+
+class Operator(StrEnum):
+    """What a device profile prices.
+
+    ``LINEAR`` is a matrix product with constant weights and includes quantising its input and
+    scaling its output; ``ATTENTION`` is everything between the QKV and the output product;
+    ``GLUE`` is what remains of a sub-layer (norm, rotary embedding, residual, activation).
+    """
+
+    LINEAR = "linear"
+    ATTENTION = "attention"
+    GLUE = "glue"
+
+
+class Provenance(StrEnum):
+    """Where a number comes from; the first four are sources, the last two are ways to derive."""
+
+    MEASURED = "measured"
+    PAPER = "paper"
+    DERIVED = "derived"
+    ASSUMED = "assumed"
+    INTERPOLATED = "interpolated"
+    ROOFLINE = "roofline"
+
+
+def sub_layer_id(layer: LayerId, kind: SubLayerKind) -> SubLayerId:
+    """The sub-layer of ``layer`` that computes ``kind``."""
+    return SubLayerId(2 * layer + (kind is SubLayerKind.MLP))
+
+
+def layer_of(sub_layer: SubLayerId) -> LayerId:
+    """The layer that ``sub_layer`` belongs to."""
+    return LayerId(sub_layer // 2)
+
+
+def kind_of(sub_layer: SubLayerId) -> SubLayerKind:
+    """Whether ``sub_layer`` is an attention or an MLP."""
+    return SubLayerKind.MLP if sub_layer % 2 else SubLayerKind.ATTENTION

@@ -1,0 +1,58 @@
+"""What a model is: dimensions, rotary embedding, tokens. Read from a source, kept in the plan."""
+
+import msgspec
+
+
+class RopeSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Rotary position embedding in the half-rotation layout (first half pairs with second)."""
+
+    theta: float
+    """Base of the geometric sequence of wavelengths."""
+
+
+class TokenizerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the runtime needs beside ``tokenizer.json``."""
+
+    bos_id: int | None
+    """Token put before a raw prompt when ``add_bos`` is set."""
+    add_bos: bool
+    eos_ids: tuple[int, ...]
+    """Tokens that end a generation; may be empty."""
+    chat_template: str | None
+    """Jinja source; rendered in a sandbox."""
+    digest: str
+    """SHA-256 of ``tokenizer.json``, hex."""
+
+
+class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A decoder-only transformer: RMS norms, rotary GQA attention, gated SiLU MLP."""
+
+    name: str
+    architecture: str
+    """``llama`` so far."""
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    max_context: int
+    """Positions that the model was trained for."""
+    norm_eps: float
+    rope: RopeSpec
+    tied_head: bool
+    """The LM head is the embedding table."""
+    tokenizer: TokenizerSpec
+    weights_digest: str
+    """SHA-256 of the weight files, hex."""
+
+    @property
+    def sub_layers(self) -> int:
+        """Number of residual blocks, 2L."""
+        return 2 * self.layers
+
+    @property
+    def kv_dim(self) -> int:
+        """Elements of one key (or value) row."""
+        return self.kv_heads * self.head_dim
