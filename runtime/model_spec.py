@@ -3,14 +3,14 @@
 import msgspec
 
 
-class RopeSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class RopeSpec(msgspec.Struct, frozen=True):
     """Rotary position embedding in the half-rotation layout (first half pairs with second)."""
 
     theta: float
     """Base of the geometric sequence of wavelengths."""
 
 
-class TokenizerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class TokenizerSpec(msgspec.Struct, frozen=True):
     """What the runtime needs beside ``tokenizer.json``."""
 
     bos_id: int | None
@@ -24,7 +24,7 @@ class TokenizerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """SHA-256 of ``tokenizer.json``, hex."""
 
 
-class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ModelSpec(msgspec.Struct, frozen=True):
     """A decoder-only transformer: RMS norms, rotary GQA attention, gated SiLU MLP."""
 
     name: str

@@ -1,0 +1,322 @@
+"""The execution plan: the schema of ``plan.json`` (``plan_folder`` reads and writes it).
+
+A plan is a folder: ``plan.json`` (this schema), ``weights.bin`` (one copy of all weights, 4096-byte
+aligned, in execution order), ``segments/*.onnx`` and ``tokenizer.json``. ``docs/plan-format.md``
+describes it for people.
+"""
+
+from enum import StrEnum
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from profiles.words import Format, ProcessorKind, SubLayerId
+from runtime.model_spec import ModelSpec
+
+FORMAT_MAJOR = 1
+FORMAT = f"{FORMAT_MAJOR}.0"
+PLAN_FILE = "plan.json"
+WEIGHTS_FILE = "weights.bin"
+TOKENIZER_FILE = "tokenizer.json"
+ALIGNMENT_BYTES = 4096
+
+Count = Annotated[int, Meta(ge=0, le=1 << 48)]
+Width = Annotated[int, Meta(ge=1, le=1024)]
+Microseconds = Annotated[float, Meta(ge=0)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+Sha256 = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
+
+
+class _Document(msgspec.Struct, frozen=True):
+    """Base of every struct in ``plan.json``; fields of newer minor versions are ignored."""
+
+
+class Artefact(_Document):
+    """A file of the plan."""
+
+    path: str
+    """Relative to the plan's folder, with forward slashes."""
+    bytes: Count
+    sha256: Sha256
+
+
+class TensorType(StrEnum):
+    """Element type of a stored tensor."""
+
+    F32 = "f32"
+    U8 = "u8"
+
+
+class TensorRef(_Document):
+    """A tensor inside ``weights.bin``."""
+
+    name: str
+    type: TensorType
+    shape: tuple[Count, ...]
+    offset_bytes: Count
+    """From the start of the file, a multiple of 4096."""
+
+
+class GraphKind(StrEnum):
+    """What an ONNX graph of the plan computes."""
+
+    LAYERS = "layers"
+    """Hidden rows through all sub-layers, each behind a switch."""
+    HEAD = "head"
+    """Final norm and LM head: hidden rows to logits."""
+
+
+class Graph(_Document):
+    """An ONNX graph and the tensors of ``weights.bin`` that it takes as constants."""
+
+    kind: GraphKind
+    artefact: Artefact
+    tensors: tuple[str, ...]
+
+
+class NumericsClass(_Document):
+    """How a range of target sub-layers computes in every pass whose state is committed.
+
+    Two passes agree bit by bit exactly if they run in the same class.
+    """
+
+    first: SubLayerId
+    end: SubLayerId
+    """One past the last sub-layer."""
+    processor: str
+    processor_kind: ProcessorKind
+    format: Format
+    min_width: Width
+    """Narrowest pass; narrower ones are padded to it."""
+    width_step: Width
+    """Pass widths are padded to a multiple of this on the device."""
+
+
+class SkipMask(_Document):
+    """A set of sub-layers that a pass leaves out; mask 0 is the full target."""
+
+    id: Count
+    skipped: tuple[SubLayerId, ...]
+
+
+class DraftSource(StrEnum):
+    """Who proposes tokens in a cycle."""
+
+    OFF = "off"
+    """Nobody: the cycle is one step of plain autoregressive decoding."""
+    SKIP = "skip"
+    """The target under a skip mask (KnapSpec)."""
+    NGRAM = "ngram"
+    """The continuation of the latest earlier occurrence of the context's last tokens."""
+
+
+class Cycle(_Document):
+    """Draft, verify, commit."""
+
+    draft: DraftSource
+    length: Count
+    """Drafted tokens (a chain); 0 when OFF."""
+    mask: Count = 0
+    """Skip mask of the drafting passes, for SKIP."""
+    ngram_min: Count = 0
+    ngram_max: Count = 0
+    """Shortest and longest context suffix that is looked up, for NGRAM."""
+
+
+class Forecast(_Document):
+    """What the planner expects of a bucket's cycle on the device: a prediction."""
+
+    tokens_per_cycle: float
+    drafted_per_cycle: float
+    cycle_us: Microseconds
+    ar_us: Microseconds
+    """One step of plain autoregressive decoding in the same numerics classes."""
+    acceptance: tuple[Share, ...]
+    """Of the draft at depth 1, 2, ..., given that all before it were accepted."""
+
+
+class Bucket(_Document):
+    """A range of context lengths with one decision."""
+
+    context_from: Count
+    context_to: Count
+    """Exclusive."""
+    cycle: Cycle
+    forecast: Forecast
+
+
+class Span(_Document):
+    """A run of sub-layers on one processor within a pass, as the planner placed it."""
+
+    first: SubLayerId
+    end: SubLayerId
+    processor: str
+    compute_us: Microseconds
+    transfer_us: Microseconds
+    """Handing the hidden rows to this processor."""
+
+
+class PassKind(StrEnum):
+    """What a pass is for."""
+
+    AR = "ar"
+    DRAFT = "draft"
+    VERIFY = "verify"
+    PREFILL = "prefill"
+
+
+class Placement(_Document):
+    """Where the sub-layers of one pass of one bucket run, and what that is predicted to take."""
+
+    bucket: Count
+    kind: PassKind
+    width: Width
+    context: Count
+    spans: tuple[Span, ...]
+    head_processor: str
+    head_rows: Count
+    head_us: Microseconds
+    handover_bytes: Count
+    """Bytes of hidden rows that cross from span to span."""
+
+
+class PassTable(_Document):
+    """Predicted device time of a pass under one mask and one placement."""
+
+    kind: PassKind
+    mask: Count
+    widths: tuple[Width, ...]
+    contexts: tuple[Count, ...]
+    us: tuple[tuple[Microseconds, ...], ...]
+    """By width, then by context."""
+
+
+class CostTables(_Document):
+    """All that the runtime looks up; it never simulates."""
+
+    passes: tuple[PassTable, ...]
+    head_widths: tuple[Width, ...]
+    head_us: tuple[Microseconds, ...]
+    cycle_us: Microseconds
+    """Constant of a cycle: sampling, bookkeeping."""
+    ngram_us: Microseconds
+    """One n-gram lookup."""
+
+
+class KvLayout(_Document):
+    """Keys are f32; values are f32 integers on a grid per channel (``docs/numerics.md``)."""
+
+    growth_tokens: Width
+    """The cache's capacity is a multiple of this."""
+    bytes_per_token: Count
+
+
+class Prefill(_Document):
+    """How a prompt is read."""
+
+    chunk: Width
+
+
+class SamplingRule(_Document):
+    """Token at a position = argmax(logits / temperature + Gumbel noise keyed by (seed, position))."""
+
+    generator: str
+    """Counter-based generator of the noise."""
+
+
+class Quality(_Document):
+    """What the target format costs against f32, on text of the report split."""
+
+    positions: Count
+    top1_agreement: Share
+    perplexity: float
+    f32_perplexity: float
+
+
+class CalibrationSummary(_Document):
+    """Where the acceptance numbers come from."""
+
+    digest: str
+    """Of the calibration that this plan was made with."""
+    prompts: Count
+    search_positions: Count
+    rescore_positions: Count
+    report_positions: Count
+
+
+class Candidate(_Document):
+    """One alternative of a decision and its objective."""
+
+    name: str
+    value: float
+
+
+class Decision(_Document):
+    """What a planner pass chose and why."""
+
+    name: str
+    """The pass, with its bucket: ``cycle[0]``."""
+    chosen: str
+    objective: str
+    """What was maximised or minimised, with its unit."""
+    value: float
+    solver: str
+    gap: float | None
+    """Relative optimality gap; None where no bound is known."""
+    candidates: tuple[Candidate, ...]
+    """Best first, the chosen one included."""
+    flips_when: str
+    """The nearest change of an input that would change the choice."""
+    note: str = ""
+
+
+class DeviceIdentity(_Document):
+    """The profile that the plan was priced with."""
+
+    name: str
+    digest: Sha256
+    memory_budget_bytes: Count
+    threads: Width
+    """Intra-op threads of the CPU."""
+
+
+class MemoryNeed(_Document):
+    """Predicted peak of what the runtime holds, by part."""
+
+    weights_bytes: Count
+    kv_bytes: Count
+    """At the plan's largest context."""
+    interpreter_bytes: Count
+
+
+class ExecutionPlan(_Document):
+    """Everything decided ahead of time."""
+
+    format: str
+    model: ModelSpec
+    device: DeviceIdentity
+    target_format: Format
+    numerics: tuple[NumericsClass, ...]
+    context: Count
+    """Largest number of positions (prompt and output) that the plan serves."""
+    prefill: Prefill
+    masks: tuple[SkipMask, ...]
+    buckets: tuple[Bucket, ...]
+    hysteresis_tokens: Count
+    placements: tuple[Placement, ...]
+    tables: CostTables
+    graphs: tuple[Graph, ...]
+    weights: Artefact
+    tensors: tuple[TensorRef, ...]
+    tokenizer: Artefact
+    kv: KvLayout
+    sampling: SamplingRule
+    quality: Quality
+    calibration: CalibrationSummary
+    memory: MemoryNeed
+    energy_j_per_token: float | None
+    """Predicted, where the profile has the power of every processor used."""
+    decisions: tuple[Decision, ...]
+    assumptions: tuple[str, ...]
+    """What the predictions rest on, for people."""
