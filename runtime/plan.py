@@ -1,7 +1,8 @@
 """The execution plan: the schema of ``plan.json`` (``plan_folder`` reads and writes it).
 
 A plan is a folder: ``plan.json`` (this schema), ``weights.bin`` (one copy of all weights, 4096-byte
-aligned, in execution order), ``segments/*.onnx`` and ``tokenizer.json``. ``docs/plan-format.md``
+aligned, in execution order), the graphs beside it (ONNX Runtime
+refuses external data outside a graph's own folder) and ``tokenizer.json``. ``docs/plan-format.md``
 describes it for people.
 """
 

@@ -1,0 +1,314 @@
+"""ONNX graphs of a plan, all built from one template of a sub-layer.
+
+The ``layers`` graph is one pass: (hidden rows, switches, positions, mask, past keys and values) ->
+(hidden rows, new keys and values). Every sub-layer sits behind an ``If``, so one session with one
+copy of the weights serves every skip mask and every exit. The past is only read: what a pass
+computed is written by the runtime when, and only if, it is committed.
+
+Attention sums integers in float64: probabilities are rounded to a grid relative to the row's
+largest, values to a grid per channel, and every sum stays under 2**53. It is then exact in any
+order, hence equal bit by bit whatever the width, padding, gaps and split of the context
+(``docs/numerics.md``).
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+
+from lowering.quantize import SMALLEST_ROW, STEPS, ZERO_POINT
+from profiles.words import Format
+from runtime.model_spec import ModelSpec
+from runtime.plan import WEIGHTS_FILE, TensorRef, TensorType
+
+OPSET = 21
+IR_VERSION = 10
+CONTRIB = "com.microsoft"
+VALUE_BITS = 21
+"""Magnitude of a value on its channel's grid."""
+EXACT_BITS = 52
+HIDDEN_MASK = np.float32(-1e30)
+ELEMENT = {TensorType.F32: TensorProto.FLOAT, TensorType.U8: TensorProto.UINT8}
+
+
+def probability_bits(slots: int) -> int:
+    """Bits of the probability grid so that a sum over ``slots`` values is exact in float64."""
+    return min(20, EXACT_BITS - VALUE_BITS - math.ceil(math.log2(max(slots, 2))))
+
+
+class _Nodes:
+    """Collects the nodes of one (sub)graph; names are ``scope/Op_index``, so bytes repeat."""
+
+    def __init__(self, scope: str) -> None:
+        self.scope = scope
+        self.nodes: list[onnx.NodeProto] = []
+
+    def __call__(self, op: str, *inputs: str, domain: str = "", **attributes: Any) -> str:
+        return self.many(op, 1, *inputs, domain=domain, **attributes)[0]
+
+    def many(
+        self, op: str, outputs: int, *inputs: str, domain: str = "", **attributes: Any
+    ) -> list[str]:
+        name = f"{self.scope}/{op}_{len(self.nodes)}"
+        names = [name] if outputs == 1 else [f"{name}.{i}" for i in range(outputs)]
+        self.nodes.append(
+            helper.make_node(op, list(inputs), names, name=name, domain=domain, **attributes)
+        )
+        return names
+
+    def named(self, output: str, op: str, *inputs: str, **attributes: Any) -> None:
+        """A node whose output name is given, to be seen from subgraphs or outside."""
+        self.nodes.append(helper.make_node(op, list(inputs), [output], name=output, **attributes))
+
+
+class _Template:
+    """Shapes and constants shared by all sub-layers of a model in one format."""
+
+    def __init__(self, spec: ModelSpec, fmt: Format, context: int) -> None:
+        self.spec = spec
+        self.fmt = fmt
+        self.group = spec.heads // spec.kv_heads
+        kv, hd, q_dim = spec.kv_heads, spec.head_dim, spec.heads * spec.head_dim
+        shift = probability_bits(context) * math.log(2)
+        self.constants: dict[str, np.ndarray[Any, Any]] = {
+            "grid_shift": np.float32(shift),
+            "value_low": np.float32(-(1 << VALUE_BITS)),
+            "value_high": np.float32(1 << VALUE_BITS),
+            "last_axis": np.array([-1]),
+            "mask_axes": np.array([0, 2]),
+            "one_kv": np.array([kv]),
+            "one_group": np.array([self.group]),
+            "one_head_dim": np.array([hd]),
+            "any": np.array([-1]),
+            "split_qk_v": np.array([q_dim + spec.kv_dim, spec.kv_dim]),
+            "split_q_k": np.array([q_dim, spec.kv_dim]),
+            "shape_rotary": np.array([1, -1, q_dim + spec.kv_dim]),
+            "shape_q": np.array([-1, kv, self.group * hd]),
+            "shape_q_rows": np.array([kv, -1, hd]),
+            "shape_kv": np.array([-1, kv, hd]),
+            "shape_out_rows": np.array([kv, -1, self.group * hd]),
+            "shape_out": np.array([-1, q_dim]),
+        }
+        self.constants |= linear_constants(fmt)
+
+    def initializers(self) -> list[onnx.TensorProto]:
+        """The small constants, stored inside the graph."""
+        return [numpy_helper.from_array(np.asarray(v), k) for k, v in self.constants.items()]
+
+
+def linear_constants(fmt: Format) -> dict[str, np.ndarray[Any, Any]]:
+    """Constants that ``linear`` refers to."""
+    if fmt is Format.F32:
+        return {}
+    constants: dict[str, np.ndarray[Any, Any]] = {
+        "smallest": np.asarray(SMALLEST_ROW),
+        "zero_point": np.uint8(ZERO_POINT),  # type: ignore[dict-item]
+        "step": np.float32(1 / STEPS),  # type: ignore[dict-item]
+        "last_axis": np.array([-1]),
+    }
+    if fmt is Format.W8A16:
+        constants["fine_step"] = np.asarray(np.float32(1 / (STEPS * 256)))
+        constants["fine"] = np.asarray(np.float32(1 / 256))
+    return constants
+
+
+def linear(g: _Nodes, x: str, weight: str, fmt: Format) -> str:
+    """``x`` [w, in] times constant ``weight`` [in, out] in ``fmt`` (``lowering.quantize``)."""
+    if fmt is Format.F32:
+        return g("MatMul", x, weight)
+    largest = g("Max", g("ReduceMax", g("Abs", x), "last_axis", keepdims=1), "smallest")
+    unit = g("Div", x, largest)
+    rows = high = g("QuantizeLinear", unit, "step", "zero_point")
+    if fmt is Format.W8A16:
+        rest = g("Sub", unit, g("DequantizeLinear", high, "step", "zero_point"))
+        low = g("QuantizeLinear", rest, "fine_step", "zero_point")
+        rows = g("Concat", high, low, axis=0)
+    y = g(
+        "MatMulIntegerToFloat",
+        *(rows, weight, "step", f"{weight}.scale", "zero_point", "zero_point"),
+        domain=CONTRIB,
+    )
+    if fmt is Format.W8A16:
+        coarse, fine = g.many("Split", 2, y, axis=0, num_outputs=2)
+        y = g("Add", coarse, g("Mul", fine, "fine"))
+    return g("Mul", y, largest)
+
+
+def _norm(g: _Nodes, x: str, weight: str, spec: ModelSpec) -> str:
+    return g("SimplifiedLayerNormalization", x, weight, axis=-1, epsilon=spec.norm_eps)
+
+
+def _project(g: _Nodes, x: str, layer: str, t: _Template) -> tuple[str, str, str]:
+    """Queries [kv, w * group, hd], keys [kv, w, hd] rotated, values [kv, w, hd] on their grid."""
+    spec = t.spec
+    qkv = linear(g, _norm(g, x, f"{layer}.attn_norm", spec), f"{layer}.qkv", t.fmt)
+    qk, v = g.many("Split", 2, qkv, "split_qk_v", axis=-1)
+    qk = g(
+        "RotaryEmbedding",
+        *(g("Reshape", qk, "shape_rotary"), "positions", "rope.cos", "rope.sin"),
+        domain=CONTRIB,
+        num_heads=spec.heads + spec.kv_heads,
+    )
+    q, k = g.many("Split", 2, qk, "split_q_k", axis=-1)
+    q = g("Transpose", g("Reshape", q, "shape_q"), perm=[1, 0, 2])
+    v = g("Round", g("Mul", v, f"{layer}.value_grid"))
+    v = g("Clip", v, "value_low", "value_high")
+    k, v = (g("Transpose", g("Reshape", r, "shape_kv"), perm=[1, 0, 2]) for r in (k, v))
+    return g("Reshape", q, "shape_q_rows"), k, v
+
+
+def _attend(g: _Nodes, q: str, k: str, v: str, layer: int, t: _Template) -> str:
+    """Attention of [kv, w * group, hd] queries over past and new rows -> [w, heads * hd]."""
+    scale = 1 / math.sqrt(t.spec.head_dim)
+    past, new = (
+        g("FusedMatMul", q, keys, domain=CONTRIB, transB=1, alpha=scale)
+        for keys in (f"key.{layer}", k)
+    )
+    scores = g("Add", g("Reshape", g("Concat", past, new, axis=-1), "shape_scores"), "mask_rows")
+    largest = g("ReduceMax", scores, "last_axis", keepdims=1)
+    grid = g("Exp", g("Sub", scores, g("Sub", largest, "grid_shift")))
+    p = g("Cast", g("Round", grid), to=TensorProto.DOUBLE)
+    total = g("ReduceSum", p, "last_axis", keepdims=1)
+    p_past, p_new = g.many("Split", 2, g("Reshape", p, "shape_p"), "split_context", axis=-1)
+    v_past, v_new = (g("Cast", rows, to=TensorProto.DOUBLE) for rows in (f"value.{layer}", v))
+    summed = g("Add", g("MatMul", p_past, v_past), g("MatMul", p_new, v_new))
+    mean = g("Div", g("Reshape", summed, "shape_summed"), total)
+    rows = g("Reshape", g("Cast", mean, to=TensorProto.FLOAT), "shape_out_rows")
+    rows = g("Reshape", g("Transpose", rows, perm=[1, 0, 2]), "shape_out")
+    return g("Mul", rows, f"layers.{layer}.value_ungrid")
+
+
+def _attention(g: _Nodes, x: str, layer: int, t: _Template) -> tuple[str, str, str]:
+    name = f"layers.{layer}"
+    q, k, v = _project(g, x, name, t)
+    out = linear(g, _attend(g, q, k, v, layer, t), f"{name}.o", t.fmt)
+    return g("Add", x, out), k, v
+
+
+def _mlp(g: _Nodes, x: str, layer: int, t: _Template) -> str:
+    name = f"layers.{layer}"
+    both = linear(g, _norm(g, x, f"{name}.mlp_norm", t.spec), f"{name}.gate_up", t.fmt)
+    gate, up = g.many("Split", 2, both, axis=-1, num_outputs=2)
+    gated = g("Mul", g("Mul", gate, g("Sigmoid", gate)), up)
+    return g("Add", x, linear(g, gated, f"{name}.down", t.fmt))
+
+
+def _value(name: str, shape: Sequence[str | int], kind: int = TensorProto.FLOAT) -> Any:
+    return helper.make_tensor_value_info(name, kind, shape)
+
+
+def _switch(
+    g: _Nodes, sub_layer: int, inner: _Nodes, computed: dict[str, str], otherwise: Sequence[str]
+) -> None:
+    """``If(on.N)``: ``computed`` (output name -> value in ``inner``), else ``otherwise``."""
+    then = helper.make_graph(
+        inner.nodes, f"{inner.scope}.on", [], [_untyped(n) for n in computed.values()]
+    )
+    through = _Nodes(f"{inner.scope}.off")
+    passed = [through("Identity", name) for name in otherwise]
+    other = helper.make_graph(
+        through.nodes, f"{inner.scope}.off", [], [_untyped(n) for n in passed]
+    )
+    g.nodes.append(
+        helper.make_node(
+            *("If", [f"on.{sub_layer}"], list(computed)),
+            name=f"{inner.scope}.if",
+            then_branch=then,
+            else_branch=other,
+        )
+    )
+
+
+def _untyped(name: str) -> Any:
+    return helper.make_tensor_value_info(name, TensorProto.FLOAT, None)
+
+
+def _prologue(g: _Nodes) -> str:
+    """Shapes that depend on width and context, once a pass; returns zero rows [kv, w, hd]."""
+    width = g("Shape", "hidden", start=0, end=1)
+    slots = g("Shape", "mask", start=1, end=2)
+    g.named("shape_scores", "Concat", "one_kv", width, "one_group", slots, axis=0)
+    g.named("shape_p", "Concat", "one_kv", "any", slots, axis=0)
+    g.named("shape_summed", "Concat", "one_kv", width, "one_group", "one_head_dim", axis=0)
+    g.named("split_context", "Concat", g("Sub", slots, width), width, axis=0)
+    g.named("mask_rows", "Unsqueeze", "mask", "mask_axes")
+    shape = g("Concat", "one_kv", width, "one_head_dim", axis=0)
+    return g("ConstantOfShape", shape)
+
+
+def layers_graph(
+    spec: ModelSpec, fmt: Format, context: int, tensors: Sequence[TensorRef]
+) -> onnx.ModelProto:
+    """All sub-layers as one pass.
+
+    Inputs: ``hidden`` [w, d] f32, ``positions`` [1, w] int64, ``mask`` [w, t + w] f32 (0 where a
+    row may look, -1e30 where not; the last w columns are the pass's own rows), ``key.L`` and
+    ``value.L`` [kv, t, hd] f32, ``on.S`` bool scalars. Outputs: ``hidden_out`` [w, d],
+    ``new_key.L`` and ``new_value.L`` [kv, w, hd]; zeros where the attention is off.
+    """
+    t = _Template(spec, fmt, context)
+    g = _Nodes("pass")
+    zeros = _prologue(g)
+    kv, hd = spec.kv_heads, spec.head_dim
+    inputs = [
+        _value("hidden", ["w", spec.hidden]),
+        _value("positions", [1, "w"], TensorProto.INT64),
+        _value("mask", ["w", "slots"]),
+    ]
+    outputs = [_value("hidden_out", ["w", spec.hidden])]
+    x = "hidden"
+    for layer in range(spec.layers):
+        for kind in ("key", "value"):
+            inputs.append(_value(f"{kind}.{layer}", [kv, "t", hd]))
+            outputs.append(_value(f"new_{kind}.{layer}", [kv, "w", hd]))
+        inputs += [_value(f"on.{2 * layer + i}", [], TensorProto.BOOL) for i in (0, 1)]
+        inner = _Nodes(f"attention.{layer}")
+        y, k, v = _attention(inner, x, layer, t)
+        after = f"attention.{layer}.hidden"
+        results = {after: y, f"new_key.{layer}": k, f"new_value.{layer}": v}
+        _switch(g, 2 * layer, inner, results, (x, zeros, zeros))
+        inner = _Nodes(f"mlp.{layer}")
+        y, x = _mlp(inner, after, layer, t), f"mlp.{layer}.hidden"
+        _switch(g, 2 * layer + 1, inner, {x: y}, (after,))
+    g.named("hidden_out", "Identity", x)
+    return _model("layers", g, inputs, outputs, t.initializers(), tensors)
+
+
+def head_graph(spec: ModelSpec, fmt: Format, tensors: Sequence[TensorRef]) -> onnx.ModelProto:
+    """Final norm and LM head: ``hidden`` [w, d] -> ``logits`` [w, vocab], float32."""
+    g = _Nodes("head")
+    y = linear(g, _norm(g, "hidden", "final_norm", spec), "head", fmt)
+    g.named("logits", "Identity", y)
+    constants = [numpy_helper.from_array(np.asarray(v), k) for k, v in linear_constants(fmt).items()]
+    inputs = [_value("hidden", ["w", spec.hidden])]
+    return _model("head", g, inputs, [_value("logits", ["w", spec.vocab])], constants, tensors)
+
+
+def _model(
+    name: str,
+    g: _Nodes,
+    inputs: Sequence[Any],
+    outputs: Sequence[Any],
+    constants: Sequence[onnx.TensorProto],
+    tensors: Sequence[TensorRef],
+) -> onnx.ModelProto:
+    external = [external_tensor(tensor) for tensor in tensors]
+    graph = helper.make_graph(g.nodes, name, inputs, outputs, [*constants, *external])
+    opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid(CONTRIB, 1)]
+    model = helper.make_model(graph, opset_imports=opsets, producer_name="fulcrum")
+    model.ir_version = IR_VERSION
+    return model
+
+
+def external_tensor(tensor: TensorRef) -> onnx.TensorProto:
+    """An initializer that points into the plan's ``weights.bin``."""
+    proto = TensorProto(name=tensor.name, data_type=ELEMENT[tensor.type], dims=tensor.shape)
+    proto.data_location = TensorProto.EXTERNAL
+    size = math.prod(tensor.shape) * (4 if tensor.type is TensorType.F32 else 1)
+    facts = {"location": WEIGHTS_FILE, "offset": tensor.offset_bytes, "length": size}
+    for key, value in facts.items():
+        proto.external_data.add(key=key, value=str(value))
+    return proto

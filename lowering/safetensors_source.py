@@ -1,0 +1,277 @@
+"""A model in a Hugging Face folder: config.json, safetensors weights, tokenizer.json."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+
+from lowering.source import (
+    SUPPORTED_ARCHITECTURE,
+    Count,
+    LayerCount,
+    PackedTensor,
+    check_dimensions,
+    check_tensors,
+    digest_of,
+    stored_name,
+    tensor_shapes,
+)
+from lowering.tokenizer import LoadedTokenizer, from_folder, read_json
+from profiles.errors import InputError, UnsupportedError
+from runtime.model_spec import ModelSpec, RopeSpec
+
+_OUTER = {
+    "embed": "model.embed_tokens.weight",
+    "final_norm": "model.norm.weight",
+    "head": "lm_head.weight",
+}
+_INNER = {
+    "attn_norm": "input_layernorm",
+    "q": "self_attn.q_proj",
+    "k": "self_attn.k_proj",
+    "v": "self_attn.v_proj",
+    "o": "self_attn.o_proj",
+    "mlp_norm": "post_attention_layernorm",
+    "gate": "mlp.gate_proj",
+    "up": "mlp.up_proj",
+    "down": "mlp.down_proj",
+}
+_DTYPES = frozenset({"F32", "F16", "BF16", "F64"})
+_WEIGHTS = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+
+
+class _Family(msgspec.Struct, frozen=True):
+    """Read before the rest, so that another family is named and not called malformed."""
+
+    architectures: list[str] | None = None
+    model_type: str | None = None
+
+
+class _Rope(msgspec.Struct, frozen=True):
+    rope_theta: float | None = None
+    rope_type: str | None = None
+    type: str | None = None
+
+
+class _LlamaConfig(msgspec.Struct, frozen=True):
+    """``config.json``; what has a default may be absent and then means the same as there."""
+
+    hidden_size: Count
+    intermediate_size: Count
+    num_hidden_layers: LayerCount
+    num_attention_heads: Count
+    vocab_size: Count
+    max_position_embeddings: Count
+    num_key_value_heads: Count | None = None
+    head_dim: Count | None = None
+    rms_norm_eps: float = 1e-6
+    rope_theta: float | None = None
+    rope_scaling: _Rope | None = None
+    rope_parameters: _Rope | None = None
+    tie_word_embeddings: bool = False
+    hidden_act: str = "silu"
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    sliding_window: int | None = None
+    partial_rotary_factor: float | None = None
+    quantization_config: dict[str, Any] | None = None
+
+
+class _ShardIndex(msgspec.Struct, frozen=True):
+    weight_map: dict[str, str]
+
+
+class SafetensorsSource:
+    """A ModelSource over a Hugging Face folder of architecture ``LlamaForCausalLM``."""
+
+    def __init__(self, folder: Path) -> None:
+        config = _read_config(folder / "config.json")
+        self._file_of = _weight_files(folder)
+        self._files = {path: _open(path) for path in sorted(set(self._file_of.values()))}
+        tokenizer = from_folder(folder)
+        self._tokenizer_json = tokenizer.json
+        self._spec = _spec(config, tokenizer, folder, list(self._files))
+        check_dimensions(self._spec, folder / "config.json")
+        self._check_tensors(folder)
+        self._known = frozenset(tensor_shapes(self._spec)) | {"head"}
+
+    @property
+    def spec(self) -> ModelSpec:
+        """Dimensions, tokens and digests."""
+        return self._spec
+
+    def tensor(self, name: str) -> NDArray[np.float32]:
+        """A fresh, contiguous float32 copy of a tensor; KeyError for an unknown name."""
+        if name not in self._known:
+            raise KeyError(name)
+        native = _native_name(stored_name(name, self._spec.tied_head))
+        stored: torch.Tensor = self._files[self._file_of[native]].get_tensor(native)
+        # the file is mapped: without the copy a float32 tensor would be a view of it
+        return stored.to(torch.float32, copy=True).contiguous().numpy()
+
+    def packed(self, name: str) -> PackedTensor | None:
+        """None: this format holds plain floats; KeyError for an unknown name."""
+        if name not in self._known:
+            raise KeyError(name)
+        return None
+
+    def tokenizer_json(self) -> str:
+        """``tokenizer.json`` as it is."""
+        return self._tokenizer_json
+
+    def _check_tensors(self, folder: Path) -> None:
+        shapes: dict[str, tuple[int, ...]] = {}
+        for name, path in self._file_of.items():
+            if _is_derived(name, self._spec.tied_head):
+                continue
+            try:
+                stored = self._files[path].get_slice(name)
+            except SafetensorError as error:
+                raise InputError(f"tensor {name} is missing", where=path) from error
+            if stored.get_dtype() not in _DTYPES:
+                raise UnsupportedError(
+                    f"tensor {name} has an unsupported type",
+                    where=path,
+                    found=stored.get_dtype(),
+                    expected=f"one of {', '.join(sorted(_DTYPES))}",
+                )
+            shapes[name] = tuple(stored.get_shape())
+        where = next(iter(self._files)) if len(self._files) == 1 else folder / _INDEX
+        check_tensors(self._spec, shapes, _native_name, where)
+
+
+def _read_config(path: Path) -> _LlamaConfig:
+    family = read_json(path, _Family)
+    if family is None:
+        raise InputError(
+            "file is missing", where=path, hint="a Hugging Face folder or a .gguf file is needed"
+        )
+    named = (family.architectures or [None])[0]
+    if (named or family.model_type) not in ("LlamaForCausalLM", "llama"):
+        raise UnsupportedError(
+            "unsupported architecture",
+            where=path,
+            found=named or family.model_type,
+            expected="LlamaForCausalLM",
+        )
+    config = read_json(path, _LlamaConfig)
+    if config is None:
+        raise InputError("file is missing", where=path)
+    _check_supported(config, path)
+    return config
+
+
+def _check_supported(config: _LlamaConfig, path: Path) -> None:
+    """UnsupportedError for variants of the architecture that the decoder does not compute."""
+    ropes = [rope for rope in (config.rope_scaling, config.rope_parameters) if rope is not None]
+    rope_types = [rope.rope_type or rope.type or "default" for rope in ropes]
+    storage = config.quantization_config
+    unusual: dict[str, tuple[object, object]] = {
+        "rope scaling": (next((kind for kind in rope_types if kind != "default"), None), None),
+        "attention bias": (config.attention_bias, False),
+        "MLP bias": (config.mlp_bias, False),
+        "sliding window": (config.sliding_window, None),
+        "activation": (config.hidden_act, "silu"),
+        "partial rotation": (config.partial_rotary_factor or 1.0, 1.0),
+        "quantised storage": (storage and storage.get("quant_method", "unnamed"), None),
+    }
+    for what, (found, supported) in unusual.items():
+        if found != supported:
+            raise UnsupportedError(
+                f"{what} is not supported", where=path, found=found, expected=supported or "none"
+            )
+
+
+def _spec(
+    config: _LlamaConfig, tokenizer: LoadedTokenizer, folder: Path, files: list[Path]
+) -> ModelSpec:
+    path = folder / "config.json"
+    if tokenizer.vocab > config.vocab_size:
+        raise InputError(
+            "vocab_size is smaller than the tokenizer's vocabulary",
+            where=path,
+            found=config.vocab_size,
+            expected=tokenizer.vocab,
+        )
+    if config.head_dim is None and config.hidden_size % config.num_attention_heads:
+        raise InputError(
+            "hidden_size is no multiple of num_attention_heads",
+            where=path,
+            found=f"{config.hidden_size} and {config.num_attention_heads}",
+        )
+    return ModelSpec(
+        name=folder.resolve().name,
+        architecture=SUPPORTED_ARCHITECTURE,
+        layers=config.num_hidden_layers,
+        hidden=config.hidden_size,
+        intermediate=config.intermediate_size,
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads or config.num_attention_heads,
+        head_dim=config.head_dim or config.hidden_size // config.num_attention_heads,
+        vocab=config.vocab_size,
+        max_context=config.max_position_embeddings,
+        norm_eps=config.rms_norm_eps,
+        rope=RopeSpec(theta=_rope_theta(config)),
+        tied_head=config.tie_word_embeddings,
+        tokenizer=tokenizer.spec,
+        weights_digest=digest_of(files),
+    )
+
+
+def _rope_theta(config: _LlamaConfig) -> float:
+    """Newer files keep it in ``rope_parameters``, older ones at the top."""
+    nested = config.rope_parameters.rope_theta if config.rope_parameters else None
+    return nested or config.rope_theta or 10_000.0
+
+
+def _weight_files(folder: Path) -> Mapping[str, Path]:
+    """Tensor -> the file that holds it, from the index of a sharded model or the one header."""
+    single, index_path = folder / _WEIGHTS, folder / _INDEX
+    if single.is_file():
+        return dict.fromkeys(_open(single).keys(), single)
+    index = read_json(index_path, _ShardIndex)
+    if index is None:
+        raise InputError(
+            "no weights", where=folder, expected=f"{_WEIGHTS} or {_INDEX}", hint=_other(folder)
+        )
+    for name in sorted(set(index.weight_map.values())):
+        if Path(name).name != name:
+            raise InputError("a shard lies outside the folder", where=index_path, found=name)
+        if not (folder / name).is_file():
+            raise InputError(f"shard {name} is missing", where=folder)
+    return {tensor: folder / name for tensor, name in index.weight_map.items()}
+
+
+def _other(folder: Path) -> str | None:
+    """What to do about a folder that holds its weights in another form."""
+    for path in sorted(folder.glob("*.gguf")):
+        return f"to use the GGUF file in it, give {path}"
+    return "weights saved with pickle are not read" if any(folder.glob("*.bin")) else None
+
+
+def _open(path: Path) -> Any:
+    """An open safetensors file; the header is checked against the file's length."""
+    try:
+        return safe_open(path, framework="pt")
+    except SafetensorError as error:
+        raise InputError(f"truncated or malformed safetensors: {error}", where=path) from error
+    except OSError as error:
+        raise InputError(f"cannot read: {error.strerror or error}", where=path) from error
+
+
+def _is_derived(name: str, tied_head: bool) -> bool:
+    """Tensors that some files repeat although the configuration implies them."""
+    return name.endswith(".rotary_emb.inv_freq") or (tied_head and name == _OUTER["head"])
+
+
+def _native_name(name: str) -> str:
+    if name in _OUTER:
+        return _OUTER[name]
+    _, index, part = name.split(".")
+    return f"model.layers.{index}.{_INNER[part]}.weight"

@@ -1,0 +1,140 @@
+"""ONNX Runtime sessions of a plan: one for the layers, one for the head, bindings made once."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import onnxruntime as ort
+
+from profiles.errors import IncompatibleError
+from runtime.kv_cache import KvCache
+from runtime.model_spec import ModelSpec
+
+Array = np.ndarray[Any, Any]
+
+HIDDEN = np.float32(-1e30)
+"""Mask value of a slot that a row may not look at."""
+
+
+class PassResult(NamedTuple):
+    """What a pass computed; the arrays are reused by the next pass of the same width."""
+
+    hidden: Array
+    """[w, hidden]"""
+    keys: Array
+    """[layers, kv_heads, w, head_dim]"""
+    values: Array
+    """[layers, kv_heads, w, head_dim]"""
+
+
+def open_session(
+    graph: Path, constants: Mapping[str, Array], threads: int
+) -> ort.InferenceSession:
+    """An ONNX Runtime CPU session whose external initializers are the given arrays.
+
+    ``IncompatibleError`` when the graph does not load; the plan's digests were right, so the
+    installed onnxruntime is the likely reason.
+    """
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.inter_op_num_threads = 1
+    options.log_severity_level = 4
+    # A spinning worker steals the core that the caller needs between two passes.
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    values = {name: ort.OrtValue.ortvalue_from_numpy(array) for name, array in constants.items()}
+    for name, value in values.items():
+        options.add_initializer(name, value)
+    try:
+        session = ort.InferenceSession(str(graph), options, providers=["CPUExecutionProvider"])
+    except Exception as error:
+        raise IncompatibleError(
+            "onnxruntime refused the graph",
+            where=graph,
+            found=str(error).splitlines()[0],
+            hint=f"this is onnxruntime {ort.__version__}; compile the plan again",
+        ) from error
+    return session
+
+
+class _Binding:
+    """Buffers of one pass width over one cache, and the ORT binding that points at them."""
+
+    def __init__(
+        self, session: ort.InferenceSession, spec: ModelSpec, width: int, cache: KvCache, on: Array
+    ) -> None:
+        rows = (spec.layers, spec.kv_heads, width, spec.head_dim)
+        self.hidden = np.zeros((width, spec.hidden), np.float32)
+        self.positions = np.zeros((1, width), np.int64)
+        self.mask = np.zeros((width, cache.capacity + width), np.float32)
+        self.result = PassResult(
+            np.zeros((width, spec.hidden), np.float32),
+            np.zeros(rows, np.float32),
+            np.zeros(rows, np.float32),
+        )
+        self.keys, self.values = cache.keys, cache.values
+        self.ort = session.io_binding()
+        inputs = {"hidden": self.hidden, "positions": self.positions, "mask": self.mask}
+        outputs = {"hidden_out": self.result.hidden}
+        for layer in range(spec.layers):
+            inputs[f"key.{layer}"] = cache.keys[layer]
+            inputs[f"value.{layer}"] = cache.values[layer]
+            outputs[f"new_key.{layer}"] = self.result.keys[layer]
+            outputs[f"new_value.{layer}"] = self.result.values[layer]
+        inputs |= {f"on.{i}": on[i : i + 1].reshape(()) for i in range(spec.sub_layers)}
+        for name, array in inputs.items():
+            self.ort.bind_input(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
+        for name, array in outputs.items():
+            self.ort.bind_output(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
+
+    def serves(self, cache: KvCache) -> bool:
+        """Whether the bound addresses are still the cache's."""
+        return self.keys is cache.keys and self.values is cache.values
+
+
+class LayersSession:
+    """All sub-layers of the target behind switches: every pass of a cycle runs here."""
+
+    def __init__(
+        self, graph: Path, constants: Mapping[str, Array], spec: ModelSpec, threads: int
+    ) -> None:
+        self._spec = spec
+        self._session = open_session(graph, constants, threads)
+        self._bindings: dict[int, _Binding] = {}
+        self._on = np.ones(spec.sub_layers, np.bool_)
+
+    def run(
+        self, hidden: Array, positions: Array, mask: Array, cache: KvCache, active: Array
+    ) -> PassResult:
+        """One pass over ``cache``.
+
+        ``hidden`` [w, hidden] f32, ``positions`` [w] int64, ``mask`` [w, capacity + w] f32 (0 or
+        ``HIDDEN``), ``active`` [2L] bool. The cache is only read.
+        """
+        width = hidden.shape[0]
+        bound = self._bindings.get(width)
+        if bound is None or not bound.serves(cache):
+            bound = _Binding(self._session, self._spec, width, cache, self._on)
+            self._bindings[width] = bound
+        bound.hidden[:] = hidden
+        bound.positions[0] = positions
+        bound.mask[:] = mask
+        self._on[:] = active
+        self._session.run_with_iobinding(bound.ort)
+        return bound.result
+
+    def close(self) -> None:
+        """Release bindings, then the session: the other order crashes inside ONNX Runtime."""
+        self._bindings.clear()
+        del self._session
+
+
+class HeadSession:
+    """Final norm and LM head."""
+
+    def __init__(self, graph: Path, constants: Mapping[str, Array], threads: int) -> None:
+        self._session = open_session(graph, constants, threads)
+
+    def logits(self, hidden: Array) -> Array:
+        """[w, hidden] -> [w, vocab] float32."""
+        return self._session.run(["logits"], {"hidden": hidden})[0]

@@ -1,0 +1,80 @@
+"""Keys and values of the committed positions, plus scratch rows behind the cursor."""
+
+from typing import Any
+
+import numpy as np
+
+from profiles.errors import FulcrumError, InputError
+from runtime.model_spec import ModelSpec
+
+Array = np.ndarray[Any, Any]
+
+
+class KvCache:
+    """Rows per layer, [layers, kv_heads, capacity, head_dim] float32, and a cursor.
+
+    ``length`` positions are committed. Rows behind it are scratch: a draft may write there, the
+    next verify pass does not look at them, a commit overwrites them. Rolling back is moving the
+    cursor. Capacity grows by whole steps, so that attention pays for the context it has; rows that
+    were never written are zero, since a masked NaN would still poison a sum.
+    """
+
+    def __init__(self, spec: ModelSpec, growth_tokens: int, limit: int) -> None:
+        self._shape = (spec.layers, spec.kv_heads, spec.head_dim)
+        self._growth = growth_tokens
+        self.limit = limit
+        """Most slots that the cache may hold."""
+        self.length = 0
+        self.keys, self.values = self._zeros(growth_tokens), self._zeros(growth_tokens)
+
+    def _zeros(self, capacity: int) -> Array:
+        layers, heads, width = self._shape
+        return np.zeros((layers, heads, capacity, width), np.float32)
+
+    @property
+    def capacity(self) -> int:
+        """Slots that a pass attends over (masked behind the cursor)."""
+        return self.keys.shape[2]
+
+    def reserve(self, slots: int) -> None:
+        """Make room for ``slots`` positions; ``InputError`` beyond the limit."""
+        if slots > self.limit:
+            raise InputError(
+                "the context is full",
+                found=f"{slots} positions",
+                expected=f"at most {self.limit}",
+                hint="shorten the prompt or compile with a larger --context",
+            )
+        if slots <= self.capacity:
+            return
+        capacity = -(-slots // self._growth) * self._growth
+        for name in ("keys", "values"):
+            grown = self._zeros(capacity)
+            grown[:, :, : self.length] = getattr(self, name)[:, :, : self.length]
+            setattr(self, name, grown)
+
+    def write(self, slot: int, keys: Array, values: Array, rows: slice | Array) -> None:
+        """Put ``rows`` of a pass's new rows [layers, kv_heads, w, head_dim] at ``slot`` onwards."""
+        picked = keys[:, :, rows], values[:, :, rows]
+        end = slot + picked[0].shape[2]
+        if not 0 <= slot <= end <= self.capacity:
+            raise FulcrumError(
+                "key-value rows outside the cache",
+                found=f"slots {slot} to {end}",
+                expected=f"within {self.capacity}",
+            )
+        self.keys[:, :, slot:end], self.values[:, :, slot:end] = picked
+
+    def commit(self, keys: Array, values: Array, rows: slice | Array) -> None:
+        """Write ``rows`` at the cursor and move it past them."""
+        before = self.length
+        self.write(before, keys, values, rows)
+        self.length = before + keys[:, :, rows].shape[2]
+
+    def truncate(self, length: int) -> None:
+        """Roll back to ``length`` committed positions."""
+        if not 0 <= length <= self.length:
+            raise FulcrumError(
+                "cannot roll the cache forward", found=length, expected=f"0 to {self.length}"
+            )
+        self.length = length

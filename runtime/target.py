@@ -1,0 +1,113 @@
+"""The compiled target model: token ids in, passes over its layers, logits out."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from profiles.words import SubLayerId
+from runtime.backends import HIDDEN, HeadSession, LayersSession, PassResult
+from runtime.kv_cache import KvCache
+from runtime.model_spec import ModelSpec
+from runtime.plan import Graph, GraphKind
+
+Array = np.ndarray[Any, Any]
+
+ZERO_POINT = 128
+
+
+class Target:
+    """Sessions and embedding table of a plan's model.
+
+    ``graphs`` are the plan's, ``tensors`` its mapped weights. One copy of the weights serves every
+    pass: full, under a skip mask, or up to an exit.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        spec: ModelSpec,
+        graphs: Iterable[Graph],
+        tensors: Mapping[str, Array],
+        threads: int,
+    ) -> None:
+        self.spec = spec
+        self.all_on = np.ones(spec.sub_layers, np.bool_)
+        self._table = tensors["embed"]
+        self._scale = tensors.get("embed.scale")
+        by_kind = {graph.kind: graph for graph in graphs}
+        paths = {kind: folder / graph.artefact.path for kind, graph in by_kind.items()}
+        parts = {
+            kind: {name: tensors[name] for name in graph.tensors}
+            for kind, graph in by_kind.items()
+        }
+        self._layers = LayersSession(
+            paths[GraphKind.LAYERS], parts[GraphKind.LAYERS], spec, threads
+        )
+        self._head = HeadSession(paths[GraphKind.HEAD], parts[GraphKind.HEAD], threads)
+
+    def active(self, skipped: Iterable[SubLayerId]) -> Array:
+        """Switches [2L] of a pass that leaves out ``skipped``."""
+        on = self.all_on.copy()
+        on[list(skipped)] = False
+        return on
+
+    def embed(self, ids: Sequence[int]) -> Array:
+        """Rows of the embedding table, [n, hidden] float32."""
+        rows = self._table[np.asarray(ids, np.int64)].astype(np.float32)
+        if self._scale is None:
+            return rows
+        return (rows - np.float32(ZERO_POINT)) * self._scale[np.asarray(ids, np.int64), None]
+
+    def run(
+        self, hidden: Array, positions: Array, mask: Array, cache: KvCache, active: Array
+    ) -> PassResult:
+        """One pass; see ``LayersSession.run``."""
+        return self._layers.run(hidden, positions, mask, cache, active)
+
+    def run_chain(
+        self,
+        ids: Sequence[int],
+        start: int,
+        cache: KvCache,
+        active: Array | None = None,
+        width: int | None = None,
+    ) -> PassResult:
+        """A chain of tokens at positions ``start`` onwards, looking at slots below ``start``.
+
+        The pass is ``width`` rows wide (default: as many as there are tokens); rows behind the
+        chain are copies of its last one that nobody looks at.
+        """
+        rows = width or len(ids)
+        cache.reserve(start + rows)
+        padded = [*ids, *([ids[-1]] * (rows - len(ids)))]
+        positions = np.minimum(np.arange(start, start + rows), start + len(ids) - 1)
+        return self.run(
+            self.embed(padded),
+            positions,
+            chain_mask(rows, len(ids), start, cache.capacity),
+            cache,
+            self.all_on if active is None else active,
+        )
+
+    def logits(self, hidden: Array) -> Array:
+        """[w, hidden] -> [w, vocab] float32."""
+        return self._head.logits(hidden)
+
+    def close(self) -> None:
+        """Release the sessions."""
+        self._layers.close()
+
+
+def chain_mask(width: int, chain: int, visible: int, capacity: int) -> Array:
+    """Mask [width, capacity + width] of a chain of ``chain`` rows after ``visible`` slots.
+
+    Rows past the chain are padding: they see the past and themselves.
+    """
+    mask = np.full((width, capacity + width), HIDDEN, np.float32)
+    mask[:, :visible] = 0
+    own = mask[:, capacity:]
+    own[:chain, :chain][np.tri(chain, dtype=np.bool_)] = 0
+    np.fill_diagonal(own, 0)
+    return mask
