@@ -15,6 +15,7 @@ from lowering.source import (
     Count,
     LayerCount,
     PackedTensor,
+    Scale,
     check_dimensions,
     check_tensors,
     digest_of,
@@ -56,12 +57,12 @@ class _LlamaKeys(msgspec.Struct, frozen=True):
     intermediate: Count = msgspec.field(name="llama.feed_forward_length")
     heads: Count = msgspec.field(name="llama.attention.head_count")
     max_context: Count = msgspec.field(name="llama.context_length")
-    norm_eps: float = msgspec.field(name="llama.attention.layer_norm_rms_epsilon")
+    norm_eps: Scale = msgspec.field(name="llama.attention.layer_norm_rms_epsilon")
     kv_heads: Count | None = msgspec.field(name="llama.attention.head_count_kv", default=None)
     key_length: Count | None = msgspec.field(name="llama.attention.key_length", default=None)
     value_length: Count | None = msgspec.field(name="llama.attention.value_length", default=None)
     rope_dims: Count | None = msgspec.field(name="llama.rope.dimension_count", default=None)
-    rope_theta: float = msgspec.field(name="llama.rope.freq_base", default=10_000.0)
+    rope_theta: Scale = msgspec.field(name="llama.rope.freq_base", default=10_000.0)
 
 
 class GgufSource:

@@ -39,7 +39,7 @@ def probability_bits(slots: int) -> int:
     return min(20, EXACT_BITS - VALUE_BITS - math.ceil(math.log2(max(slots, 2))))
 
 
-class _Nodes:
+class Nodes:
     """Collects the nodes of one (sub)graph; names are ``scope/Op_index``, so bytes repeat."""
 
     def __init__(self, scope: str) -> None:
@@ -64,7 +64,7 @@ class _Nodes:
         self.nodes.append(helper.make_node(op, list(inputs), [output], name=output, **attributes))
 
 
-class _Template:
+class Template:
     """Shapes and constants shared by all sub-layers of a model in one format."""
 
     def __init__(self, spec: ModelSpec, fmt: Format, context: int) -> None:
@@ -115,7 +115,7 @@ def linear_constants(fmt: Format) -> dict[str, np.ndarray[Any, Any]]:
     return constants
 
 
-def linear(g: _Nodes, x: str, weight: str, fmt: Format) -> str:
+def linear(g: Nodes, x: str, weight: str, fmt: Format) -> str:
     """``x`` [w, in] times constant ``weight`` [in, out] in ``fmt`` (``lowering.quantize``)."""
     if fmt is Format.F32:
         return g("MatMul", x, weight)
@@ -137,14 +137,17 @@ def linear(g: _Nodes, x: str, weight: str, fmt: Format) -> str:
     return g("Mul", y, largest)
 
 
-def _norm(g: _Nodes, x: str, weight: str, spec: ModelSpec) -> str:
+def norm(g: Nodes, x: str, weight: str, spec: ModelSpec) -> str:
+    """RMS norm of ``x`` [w, d] with weights [d]."""
     return g("SimplifiedLayerNormalization", x, weight, axis=-1, epsilon=spec.norm_eps)
 
 
-def _project(g: _Nodes, x: str, layer: str, t: _Template) -> tuple[str, str, str]:
-    """Queries [kv, w * group, hd], keys [kv, w, hd] rotated, values [kv, w, hd] on their grid."""
+def split_heads(g: Nodes, qkv: str, layer: str, t: Template) -> tuple[str, str, str]:
+    """``qkv`` [w, q_dim + 2 kv_dim] into heads, rotated, the values on their grid.
+
+    Queries [kv, w * group, hd], keys [kv, w, hd], values [kv, w, hd].
+    """
     spec = t.spec
-    qkv = linear(g, _norm(g, x, f"{layer}.attn_norm", spec), f"{layer}.qkv", t.fmt)
     qk, v = g.many("Split", 2, qkv, "split_qk_v", axis=-1)
     qk = g(
         "RotaryEmbedding",
@@ -160,7 +163,7 @@ def _project(g: _Nodes, x: str, layer: str, t: _Template) -> tuple[str, str, str
     return g("Reshape", q, "shape_q_rows"), k, v
 
 
-def _attend(g: _Nodes, q: str, k: str, v: str, layer: int, t: _Template) -> str:
+def attend(g: Nodes, q: str, k: str, v: str, layer: int, t: Template) -> str:
     """Attention of [kv, w * group, hd] queries over past and new rows -> [w, heads * hd]."""
     scale = 1 / math.sqrt(t.spec.head_dim)
     past, new = (
@@ -181,33 +184,39 @@ def _attend(g: _Nodes, q: str, k: str, v: str, layer: int, t: _Template) -> str:
     return g("Mul", rows, f"layers.{layer}.value_ungrid")
 
 
-def _attention(g: _Nodes, x: str, layer: int, t: _Template) -> tuple[str, str, str]:
+def _attention(g: Nodes, x: str, layer: int, t: Template) -> tuple[str, str, str]:
     name = f"layers.{layer}"
-    q, k, v = _project(g, x, name, t)
-    out = linear(g, _attend(g, q, k, v, layer, t), f"{name}.o", t.fmt)
+    qkv = linear(g, norm(g, x, f"{name}.attn_norm", t.spec), f"{name}.qkv", t.fmt)
+    q, k, v = split_heads(g, qkv, name, t)
+    out = linear(g, attend(g, q, k, v, layer, t), f"{name}.o", t.fmt)
     return g("Add", x, out), k, v
 
 
-def _mlp(g: _Nodes, x: str, layer: int, t: _Template) -> str:
-    name = f"layers.{layer}"
-    both = linear(g, _norm(g, x, f"{name}.mlp_norm", t.spec), f"{name}.gate_up", t.fmt)
+def gated(g: Nodes, both: str) -> str:
+    """``both`` [w, 2 n], gate before up -> silu(gate) * up [w, n]."""
     gate, up = g.many("Split", 2, both, axis=-1, num_outputs=2)
-    gated = g("Mul", g("Mul", gate, g("Sigmoid", gate)), up)
-    return g("Add", x, linear(g, gated, f"{name}.down", t.fmt))
+    return g("Mul", g("Mul", gate, g("Sigmoid", gate)), up)
 
 
-def _value(name: str, shape: Sequence[str | int], kind: int = TensorProto.FLOAT) -> Any:
+def _mlp(g: Nodes, x: str, layer: int, t: Template) -> str:
+    name = f"layers.{layer}"
+    both = linear(g, norm(g, x, f"{name}.mlp_norm", t.spec), f"{name}.gate_up", t.fmt)
+    return g("Add", x, linear(g, gated(g, both), f"{name}.down", t.fmt))
+
+
+def tensor_info(name: str, shape: Sequence[str | int], kind: int = TensorProto.FLOAT) -> Any:
+    """The declaration of an input or output; dimensions are numbers or names."""
     return helper.make_tensor_value_info(name, kind, shape)
 
 
-def _switch(
-    g: _Nodes, sub_layer: int, inner: _Nodes, computed: dict[str, str], otherwise: Sequence[str]
+def switch(
+    g: Nodes, sub_layer: int, inner: Nodes, computed: dict[str, str], otherwise: Sequence[str]
 ) -> None:
     """``If(on.N)``: ``computed`` (output name -> value in ``inner``), else ``otherwise``."""
     then = helper.make_graph(
         inner.nodes, f"{inner.scope}.on", [], [_untyped(n) for n in computed.values()]
     )
-    through = _Nodes(f"{inner.scope}.off")
+    through = Nodes(f"{inner.scope}.off")
     passed = [through("Identity", name) for name in otherwise]
     other = helper.make_graph(
         through.nodes, f"{inner.scope}.off", [], [_untyped(n) for n in passed]
@@ -226,7 +235,7 @@ def _untyped(name: str) -> Any:
     return helper.make_tensor_value_info(name, TensorProto.FLOAT, None)
 
 
-def _prologue(g: _Nodes) -> str:
+def prologue(g: Nodes) -> str:
     """Shapes that depend on width and context, once a pass; returns zero rows [kv, w, hd]."""
     width = g("Shape", "hidden", start=0, end=1)
     slots = g("Shape", "mask", start=1, end=2)
@@ -249,47 +258,47 @@ def layers_graph(
     ``value.L`` [kv, t, hd] f32, ``on.S`` bool scalars. Outputs: ``hidden_out`` [w, d],
     ``new_key.L`` and ``new_value.L`` [kv, w, hd]; zeros where the attention is off.
     """
-    t = _Template(spec, fmt, context)
-    g = _Nodes("pass")
-    zeros = _prologue(g)
+    t = Template(spec, fmt, context)
+    g = Nodes("pass")
+    zeros = prologue(g)
     kv, hd = spec.kv_heads, spec.head_dim
     inputs = [
-        _value("hidden", ["w", spec.hidden]),
-        _value("positions", [1, "w"], TensorProto.INT64),
-        _value("mask", ["w", "slots"]),
+        tensor_info("hidden", ["w", spec.hidden]),
+        tensor_info("positions", [1, "w"], TensorProto.INT64),
+        tensor_info("mask", ["w", "slots"]),
     ]
-    outputs = [_value("hidden_out", ["w", spec.hidden])]
+    outputs = [tensor_info("hidden_out", ["w", spec.hidden])]
     x = "hidden"
     for layer in range(spec.layers):
         for kind in ("key", "value"):
-            inputs.append(_value(f"{kind}.{layer}", [kv, "t", hd]))
-            outputs.append(_value(f"new_{kind}.{layer}", [kv, "w", hd]))
-        inputs += [_value(f"on.{2 * layer + i}", [], TensorProto.BOOL) for i in (0, 1)]
-        inner = _Nodes(f"attention.{layer}")
+            inputs.append(tensor_info(f"{kind}.{layer}", [kv, "t", hd]))
+            outputs.append(tensor_info(f"new_{kind}.{layer}", [kv, "w", hd]))
+        inputs += [tensor_info(f"on.{2 * layer + i}", [], TensorProto.BOOL) for i in (0, 1)]
+        inner = Nodes(f"attention.{layer}")
         y, k, v = _attention(inner, x, layer, t)
         after = f"attention.{layer}.hidden"
         results = {after: y, f"new_key.{layer}": k, f"new_value.{layer}": v}
-        _switch(g, 2 * layer, inner, results, (x, zeros, zeros))
-        inner = _Nodes(f"mlp.{layer}")
+        switch(g, 2 * layer, inner, results, (x, zeros, zeros))
+        inner = Nodes(f"mlp.{layer}")
         y, x = _mlp(inner, after, layer, t), f"mlp.{layer}.hidden"
-        _switch(g, 2 * layer + 1, inner, {x: y}, (after,))
+        switch(g, 2 * layer + 1, inner, {x: y}, (after,))
     g.named("hidden_out", "Identity", x)
-    return _model("layers", g, inputs, outputs, t.initializers(), tensors)
+    return onnx_model("layers", g, inputs, outputs, t.initializers(), tensors)
 
 
 def head_graph(spec: ModelSpec, fmt: Format, tensors: Sequence[TensorRef]) -> onnx.ModelProto:
     """Final norm and LM head: ``hidden`` [w, d] -> ``logits`` [w, vocab], float32."""
-    g = _Nodes("head")
-    y = linear(g, _norm(g, "hidden", "final_norm", spec), "head", fmt)
+    g = Nodes("head")
+    y = linear(g, norm(g, "hidden", "final_norm", spec), "head", fmt)
     g.named("logits", "Identity", y)
     constants = [numpy_helper.from_array(np.asarray(v), k) for k, v in linear_constants(fmt).items()]
-    inputs = [_value("hidden", ["w", spec.hidden])]
-    return _model("head", g, inputs, [_value("logits", ["w", spec.vocab])], constants, tensors)
+    inputs = [tensor_info("hidden", ["w", spec.hidden])]
+    return onnx_model("head", g, inputs, [tensor_info("logits", ["w", spec.vocab])], constants, tensors)
 
 
-def _model(
+def onnx_model(
     name: str,
-    g: _Nodes,
+    g: Nodes,
     inputs: Sequence[Any],
     outputs: Sequence[Any],
     constants: Sequence[onnx.TensorProto],

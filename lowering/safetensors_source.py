@@ -15,6 +15,7 @@ from lowering.source import (
     Count,
     LayerCount,
     PackedTensor,
+    Scale,
     check_dimensions,
     check_tensors,
     digest_of,
@@ -54,7 +55,7 @@ class _Family(msgspec.Struct, frozen=True):
 
 
 class _Rope(msgspec.Struct, frozen=True):
-    rope_theta: float | None = None
+    rope_theta: Scale | None = None
     rope_type: str | None = None
     type: str | None = None
 
@@ -70,8 +71,8 @@ class _LlamaConfig(msgspec.Struct, frozen=True):
     max_position_embeddings: Count
     num_key_value_heads: Count | None = None
     head_dim: Count | None = None
-    rms_norm_eps: float = 1e-6
-    rope_theta: float | None = None
+    rms_norm_eps: Scale = 1e-6
+    rope_theta: Scale | None = None
     rope_scaling: _Rope | None = None
     rope_parameters: _Rope | None = None
     tie_word_embeddings: bool = False

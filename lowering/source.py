@@ -17,6 +17,8 @@ SUPPORTED_ARCHITECTURE = "llama"
 
 Count = Annotated[int, msgspec.Meta(gt=0, le=2**31)]
 """A dimension as a file may state it."""
+Scale = Annotated[float, msgspec.Meta(gt=0, le=1e12)]
+"""A norm's epsilon or a rotation's base."""
 LayerCount = Annotated[int, msgspec.Meta(gt=0, le=10_000)]
 """A number of layers; bounded, so that a broken header cannot ask for billions of tensor names."""
 

@@ -124,14 +124,7 @@ def from_gguf(metadata: Mapping[str, object], where: Path) -> LoadedTokenizer:
         keys = msgspec.convert(dict(metadata), _GgufKeys)
     except msgspec.ValidationError as error:
         raise InputError(f"malformed metadata: {error}", where=where) from error
-    pre = PRE_TOKENIZERS.get(keys.pre)
-    if pre is None:
-        raise UnsupportedError(
-            "unsupported tokenizer.ggml.pre",
-            where=where,
-            found=keys.pre,
-            expected=f"one of {', '.join(sorted(PRE_TOKENIZERS))}",
-        )
+    pre = _pre_tokenizer(keys.pre, where)
     types = keys.token_type or [int(_TokenType.NORMAL)] * len(keys.tokens)
     if len(types) != len(keys.tokens):
         raise InputError(
@@ -149,6 +142,17 @@ def from_gguf(metadata: Mapping[str, object], where: Path) -> LoadedTokenizer:
     )
     _parse(text, where)
     return LoadedTokenizer(spec, text, len(keys.tokens))
+
+
+def _pre_tokenizer(name: str, where: Path) -> _PreTokenizer:
+    if name not in PRE_TOKENIZERS:
+        raise UnsupportedError(
+            "unsupported tokenizer.ggml.pre",
+            where=where,
+            found=name,
+            expected=f"one of {', '.join(sorted(PRE_TOKENIZERS))}",
+        )
+    return PRE_TOKENIZERS[name]
 
 
 def _bpe_json(keys: _GgufKeys, types: list[int], pre: _PreTokenizer, where: Path) -> str:

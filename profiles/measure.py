@@ -139,8 +139,9 @@ def measure_storage(
 
     Reads past the page cache where the file system allows; ``direct`` of each rate says whether.
     Uses a temporary file of at most ``file_bytes`` that disappears with the process, however it
-    ends. Takes about ``budget_s``, but at least ``MIN_REPEATS`` samples of each rate. A block size that is no multiple of 4096, a full or unwritable folder is an
-    ``InputError``.
+    ends. Takes about ``budget_s``, but at least ``MIN_REPEATS`` samples of each rate.
+
+    A block size that is no multiple of 4096, a full or unwritable folder is an ``InputError``.
     """
     if bad := [size for size in block_sizes if size <= 0 or size % 4096 or size > file_bytes]:
         raise InputError("block size", found=bad[0], expected=f"n x 4096, at most {file_bytes}")
@@ -150,9 +151,8 @@ def measure_storage(
     try:
         if shutil.disk_usage(folder).free < 2 * file_bytes:
             raise OSError(f"less than {2 * file_bytes} bytes free")
-        least, half_s = max(block_sizes, default=1), budget_s / 2
-        filling = _scratch_file(Path(folder), least, file_bytes, lambda: clock() - start < half_s)
-        with filling as scratch:
+        sizes, half_s = (max(block_sizes, default=1), file_bytes), budget_s / 2
+        with _scratch_file(Path(folder), *sizes, lambda: clock() - start < half_s) as scratch:
             for turn in range(REPEATS * len(settings)):
                 if turn >= MIN_REPEATS * len(settings) and clock() - start >= budget_s:
                     break
@@ -160,8 +160,8 @@ def measure_storage(
                 offsets = _offsets(scratch.size_bytes, size, pattern, turn)
                 rates[turn % len(settings)].append(_read_rate(scratch, size, offsets, clock))
     except OSError as error:
-        hint = "choose a folder on the storage to measure"
-        raise InputError("cannot measure", where=folder, found=error, hint=hint) from None
+        what = "cannot measure; choose a folder on the storage"
+        raise InputError(what, where=folder, found=error) from None
     return tuple(
         StorageRead(size, pattern, scratch.direct, measured(samples, stamp))
         for (size, pattern), samples in zip(settings, rates, strict=True)

@@ -276,6 +276,8 @@ class DeviceIdentity(_Document):
     """The profile that the plan was priced with."""
 
     name: str
+    soc: str
+    """The chip; the runtime compares it with the one it runs on."""
     digest: Sha256
     memory_budget_bytes: Count
     threads: Width

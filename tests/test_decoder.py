@@ -65,74 +65,76 @@ def test_logits_and_greedy_tokens_equal_transformers(shape: TinyShape):
     assert len(set(greedy)) > 8, "a degenerate output would prove little"
 
 
-def slow_pass(
-    source: ArraySource,
-    hidden: NDArray[np.float64],
-    positions: list[int],
-    past: KeyValues,
-    visible: NDArray[np.bool_],
-    active: set[int],
-) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
+class SlowPass:
     """The contract of a pass in float64, row by row and head by head."""
-    spec = source.spec
-    width, half = len(positions), spec.head_dim // 2
-    keys = np.zeros((spec.layers, width, spec.kv_heads, spec.head_dim))
-    values = np.zeros_like(keys)
 
-    def norm(x, weight):
-        return x / np.sqrt(np.mean(x * x) + spec.norm_eps) * weight
+    def __init__(
+        self,
+        source: ArraySource,
+        positions: list[int],
+        past: KeyValues,
+        visible: NDArray[np.bool_],
+        active: set[int],
+    ) -> None:
+        self.source, self.spec = source, source.spec
+        self.positions, self.visible, self.active = positions, visible, active
+        self.past = (past.keys.double().numpy(), past.values.double().numpy())
+        spec = source.spec
+        self.keys = np.zeros((spec.layers, len(positions), spec.kv_heads, spec.head_dim))
+        self.values = np.zeros_like(self.keys)
 
-    def rotated(x, position):
-        out = np.empty_like(x)
+    def run(self, hidden: NDArray[np.float64]) -> list[NDArray[np.float64]]:
+        for layer in range(self.spec.layers):
+            if 2 * layer in self.active:
+                hidden = self.attention(layer, hidden)
+            if 2 * layer + 1 in self.active:
+                hidden = np.stack([row + self.mlp(layer, row) for row in hidden])
+        return [hidden, self.keys, self.values]
+
+    def weight(self, layer: int, part: str) -> NDArray[np.float64]:
+        return self.source.tensor(f"layers.{layer}.{part}").astype(np.float64)
+
+    def norm(self, x, weight):
+        return x / np.sqrt(np.mean(x * x) + self.spec.norm_eps) * weight
+
+    def rotated(self, head, position):
+        half, out = self.spec.head_dim // 2, np.empty_like(head)
         for i in range(half):
-            angle = position * spec.rope.theta ** (-2 * i / spec.head_dim)
+            angle = position * self.spec.rope.theta ** (-2 * i / self.spec.head_dim)
             cos, sin = np.cos(angle), np.sin(angle)
-            out[i] = x[i] * cos - x[i + half] * sin
-            out[i + half] = x[i + half] * cos + x[i] * sin
+            out[i] = head[i] * cos - head[i + half] * sin
+            out[i + half] = head[i + half] * cos + head[i] * sin
         return out
 
-    def attention(layer, weight, hidden):
-        queries = []
-        for row, position in enumerate(positions):
-            x = norm(hidden[row], weight("attn_norm"))
-            heads = (weight("q") @ x).reshape(spec.heads, spec.head_dim)
-            queries.append([rotated(head, position) for head in heads])
-            for g, head in enumerate((weight("k") @ x).reshape(spec.kv_heads, spec.head_dim)):
-                keys[layer, row, g] = rotated(head, position)
-            values[layer, row] = (weight("v") @ x).reshape(spec.kv_heads, spec.head_dim)
-        all_keys = np.concatenate([past.keys[layer].double().numpy(), keys[layer]])
-        all_values = np.concatenate([past.values[layer].double().numpy(), values[layer]])
-        out = hidden.copy()
-        for row in range(width):
-            seen = np.flatnonzero(visible[row])
-            mixed = np.zeros((spec.heads, spec.head_dim))
-            for head in range(spec.heads):
-                group = head * spec.kv_heads // spec.heads
-                scores = all_keys[seen, group] @ queries[row][head] / spec.head_dim**0.5
-                weights = np.exp(scores - scores.max(initial=-np.inf))
-                if len(seen):
-                    mixed[head] = weights / weights.sum() @ all_values[seen, group]
-            out[row] += weight("o") @ mixed.ravel()
-        return out
+    def attention(self, layer, hidden):
+        spec, queries = self.spec, []
+        for row, position in enumerate(self.positions):
+            x = self.norm(hidden[row], self.weight(layer, "attn_norm"))
+            heads = (self.weight(layer, "q") @ x).reshape(spec.heads, spec.head_dim)
+            queries.append([self.rotated(head, position) for head in heads])
+            groups = (self.weight(layer, "k") @ x).reshape(spec.kv_heads, spec.head_dim)
+            self.keys[layer, row] = [self.rotated(head, position) for head in groups]
+            values = self.weight(layer, "v") @ x
+            self.values[layer, row] = values.reshape(spec.kv_heads, spec.head_dim)
+        mixed = [self.mixed(layer, row, query) for row, query in enumerate(queries)]
+        return hidden + np.stack(mixed) @ self.weight(layer, "o").T
 
-    def mlp(weight, hidden):
-        out = hidden.copy()
-        for row in range(width):
-            x = norm(hidden[row], weight("mlp_norm"))
-            gate = weight("gate") @ x
-            out[row] += weight("down") @ (gate / (1 + np.exp(-gate)) * (weight("up") @ x))
-        return out
+    def mixed(self, layer, row, query):
+        spec, seen = self.spec, np.flatnonzero(self.visible[row])
+        keys = np.concatenate([self.past[0][layer], self.keys[layer]])[seen]
+        values = np.concatenate([self.past[1][layer], self.values[layer]])[seen]
+        out = np.zeros((spec.heads, spec.head_dim))
+        for head in range(spec.heads if len(seen) else 0):
+            group = head * spec.kv_heads // spec.heads
+            weights = np.exp(keys[:, group] @ query[head] / spec.head_dim**0.5)
+            out[head] = weights / weights.sum() @ values[:, group]
+        return out.ravel()
 
-    for layer in range(spec.layers):
-
-        def weight(part, layer=layer):
-            return source.tensor(f"layers.{layer}.{part}").astype(np.float64)
-
-        if 2 * layer in active:
-            hidden = attention(layer, weight, hidden)
-        if 2 * layer + 1 in active:
-            hidden = mlp(weight, hidden)
-    return hidden, keys, values
+    def mlp(self, layer, row):
+        x = self.norm(row, self.weight(layer, "mlp_norm"))
+        gate = self.weight(layer, "gate") @ x
+        gated = gate / (1 + np.exp(-gate)) * (self.weight(layer, "up") @ x)
+        return self.weight(layer, "down") @ gated
 
 
 @settings(max_examples=25, deadline=None)
@@ -155,7 +157,7 @@ def test_a_pass_under_any_masks_equals_the_slow_loop(shape, width, slots, seed, 
         torch.from_numpy(random.standard_normal(cache).astype(np.float32)),
     )
     hidden = random.standard_normal((width, spec.hidden))
-    expected = slow_pass(source, hidden, positions, past, visible, active)
+    expected = SlowPass(source, positions, past, visible, active).run(hidden)
     found = Decoder(source).run(
         torch.from_numpy(hidden.astype(np.float32)),
         torch.tensor(positions),

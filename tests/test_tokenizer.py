@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -84,11 +85,11 @@ def pieces(pre: str, text: str) -> list[str]:
 @pytest.mark.parametrize(
     ("pre", "expected"),
     [
-        ("smollm", ["It", "'s", "  ", "1", "2", "3", "4", "!!", "\n", "\n", " x"]),
-        ("gpt2", ["It", "'s", " ", " 1234", "!!", "\n", "\n", " x"]),
+        ("smollm", ["It", "'s", "  ", "1", "2", "3", "4", "!!", "\n\n", " x"]),
+        ("gpt2", ["It", "'s", " ", " 1234", "!!", "\n\n", " x"]),
         ("llama-bpe", ["It", "'s", " ", " ", "123", "4", "!!\n\n", " x"]),
         ("qwen2", ["It", "'s", " ", " ", "1", "2", "3", "4", "!!\n\n", " x"]),
-        ("default", ["It", "'", "s", " ", " ", "123", "4", "!!", "\n", "\n", " x"]),
+        ("default", ["It", "'", "s", " ", " ", "123", "4", "!!", "\n\n", " x"]),
     ],
 )
 def test_each_pre_tokenizer_cuts_in_its_own_way(pre, expected):
@@ -113,7 +114,7 @@ def reference_ids(text: str) -> list[int]:
     for piece in pieces("smollm", text):
         parts = [table[byte] for byte in piece.encode()]
         while True:
-            pairs = [f"{a} {b}" for a, b in zip(parts, parts[1:], strict=False)]
+            pairs = [f"{a} {b}" for a, b in pairwise(parts)]
             known = [(rank[pair], at) for at, pair in enumerate(pairs) if pair in rank]
             if not known:
                 break
@@ -254,16 +255,9 @@ def test_smollm2_survives_a_round_trip(smollm2, text):
     assert smollm2.decode(ids(smollm2, text), skip_special_tokens=False) == text
 
 
-def test_smollm2_ids_of_a_chat_are_the_published_ones(smollm2):
-    # the start of HuggingFaceTB/SmolLM2-135M-Instruct's own rendering of a user turn
-    assert smollm2.encode("<|im_start|>user\nHello<|im_end|>\n").ids == [
-        1,
-        4093,
-        198,
-        19556,
-        2,
-        198,
-    ]
+def test_smollm2_ids_of_a_chat_turn(smollm2):
+    turn = "<|im_start|>user\nHello<|im_end|>\n"
+    assert ids(smollm2, turn) == [1, 4093, 198, 19556, 2, 198]
 
 
 @pytest.mark.slow
@@ -274,6 +268,6 @@ def test_smollm2_ids_equal_those_of_transformers_own_conversion(smollm2, monkeyp
     path = bundled_path("smollm2-135m")
     theirs = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     for text in TEXTS:
-        # its conversion does not cut at digits first: blanks before them group in another way
-        if "  " not in text:
+        # its conversion does not cut at digits first: what stands before them merges otherwise
+        if "  " not in text and "½" not in text:
             assert ids(smollm2, text) == theirs.encode(text, add_special_tokens=False), text

@@ -89,12 +89,12 @@ class ArraySource:
 
     def __init__(self, spec: ModelSpec, weights: Mapping[str, NDArray[np.float32]]) -> None:
         self.spec = spec
-        self._weights = dict(weights)
+        self.weights = dict(weights)
 
     def tensor(self, name: str) -> NDArray[np.float32]:
         if name == "head" and self.spec.tied_head:
             name = "embed"
-        return self._weights[name].copy()
+        return self.weights[name].copy()
 
     def packed(self, name: str) -> PackedTensor | None:  # noqa: ARG002
         return None
@@ -220,17 +220,7 @@ def write_hf_folder(
         hf_name(name): torch.from_numpy(array).to(getattr(torch, dtype))
         for name, array in tiny_weights(shape, seed).items()
     }
-    if shards == 1:
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    else:
-        where: dict[str, str] = {}
-        for shard in range(shards):
-            file = f"model-{shard + 1:05}-of-{shards:05}.safetensors"
-            part = {name: tensors[name] for name in sorted(tensors)[shard::shards]}
-            save_file(part, folder / file, metadata={"format": "pt"})
-            where |= dict.fromkeys(part, file)
-        index = {"metadata": {}, "weight_map": where}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    _save_tensors(folder, tensors, shards)
     documents = {
         "config.json": {**hf_config(spec), **(config or {})},
         "generation_config.json": {"bos_token_id": 1, "eos_token_id": [EOS_ID]},
@@ -244,6 +234,20 @@ def write_hf_folder(
         (folder / file).write_text(json.dumps(document))
     (folder / "tokenizer.json").write_text(tiny_tokenizer_json(), encoding="utf-8")
     return folder
+
+
+def _save_tensors(folder: Path, tensors: Mapping[str, Any], shards: int) -> None:
+    if shards == 1:
+        save_file(dict(tensors), folder / "model.safetensors", metadata={"format": "pt"})
+    else:
+        where: dict[str, str] = {}
+        for shard in range(shards):
+            file = f"model-{shard + 1:05}-of-{shards:05}.safetensors"
+            part = {name: tensors[name] for name in sorted(tensors)[shard::shards]}
+            save_file(part, folder / file, metadata={"format": "pt"})
+            where |= dict.fromkeys(part, file)
+        index = {"metadata": {}, "weight_map": where}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
 _GGUF_OUTER = {

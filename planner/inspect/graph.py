@@ -15,7 +15,6 @@ from planner.inspect.figures import (
     TOKEN_BYTES,
     BucketFigures,
     bucket_figures,
-    classes_of,
     cycle_label,
     format_of,
     rows_bytes,
@@ -120,6 +119,7 @@ def _add_pass(
         graph.nodes[node].update({"pass": name, "width": placement.width})
         return node
 
+    skipped = figures.skipped if placement.kind is PassKind.DRAFT else frozenset[SubLayerId]()
     before = add("embed", NodeKind.EMBED, None, None)
     hidden_bytes = rows_bytes(plan, placement.width)
     for number, span in enumerate(placement.spans):
@@ -129,10 +129,10 @@ def _add_pass(
             first=int(span.first),
             end=int(span.end),
             format=format_of(plan, span),
-            skipped=span.end - span.first - runs(span, _skipped(figures, placement)),
+            skipped=span.end - span.first - runs(span, skipped),
         )
         _add_edge(graph, before, node, EdgeRole.HIDDEN, hidden_bytes, span.transfer_us)
-        _join_kv(graph, plan, placement, node, _attention_layers(span, figures))
+        _join_kv(graph, plan, placement, node, _attention(span, skipped))
         before = node
     head = add("head", NodeKind.HEAD, placement.head_processor, placement.head_us)
     _add_edge(graph, before, head, EdgeRole.HIDDEN, rows_bytes(plan, placement.head_rows))
@@ -161,7 +161,7 @@ def _join_kv(
     plan: ExecutionPlan,
     placement: Placement,
     node: str,
-    attention: frozenset[SubLayerId],
+    attention: tuple[int, ...],
 ) -> None:
     """Reads of the whole context and writes of the pass's own rows, per numerics class."""
     row_bytes = plan.kv.bytes_per_token / max(1, plan.model.layers)
@@ -175,16 +175,12 @@ def _join_kv(
             _add_edge(graph, node, kv, EdgeRole.KV_WRITE, written_bytes)
 
 
-def _skipped(figures: BucketFigures, placement: Placement) -> frozenset[SubLayerId]:
-    return figures.skipped if placement.kind is PassKind.DRAFT else frozenset()
-
-
-def _attention_layers(span: Span, figures: BucketFigures) -> frozenset[SubLayerId]:
-    """The attention sub-layers of a span; a span without number stays with its pass's mask."""
-    return frozenset(
-        SubLayerId(sub_layer)
+def _attention(span: Span, skipped: frozenset[SubLayerId]) -> tuple[int, ...]:
+    """The attention sub-layers that a span runs."""
+    return tuple(
+        sub_layer
         for sub_layer in range(span.first, span.end)
-        if sub_layer % 2 == 0 and sub_layer not in figures.skipped
+        if sub_layer % 2 == 0 and sub_layer not in skipped
     )
 
 
@@ -216,9 +212,3 @@ def _kv_name(number: int) -> str:
 
 def _kv_label(numerics: NumericsClass) -> str:
     return f"KV of {sub_layers_label(numerics.first, numerics.end)}"
-
-
-def span_classes(plan: ExecutionPlan, span: Span) -> tuple[str, ...]:
-    """The names of the KV nodes whose numerics classes a span touches."""
-    touched = classes_of(plan, span)
-    return tuple(_kv_name(n) for n, numerics in enumerate(plan.numerics) if numerics in touched)

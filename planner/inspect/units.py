@@ -5,6 +5,8 @@ import math
 MISSING = "n/a"
 """Stands for a number that a plan does not hold."""
 
+TIMES = "\N{MULTIPLICATION SIGN}"
+
 _TIME_STEPS = ((1e6, "s"), (1e3, "ms"), (0.0, "µs"))
 _BYTE_STEPS = ((1e9, "GB"), (1e6, "MB"), (1e3, "KB"))
 _PLAIN_FROM, _PLAIN_TO = 1e-6, 1e15
@@ -49,7 +51,7 @@ def rate_label(tokens_per_s: float | None) -> str:
 
 def ratio_label(ratio: float | None) -> str:
     """A speedup."""
-    return MISSING if ratio is None else f"{ratio:.2f}×"
+    return MISSING if ratio is None else f"{ratio:.2f}{TIMES}"
 
 
 def percent_label(share: float) -> str:

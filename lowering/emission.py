@@ -1,0 +1,48 @@
+"""Writes what a model becomes in a plan folder: weights, graphs, tokenizer."""
+
+from typing import NamedTuple
+
+from lowering.flash_image import write_weights
+from lowering.onnx_graphs import head_graph, layers_graph
+from lowering.source import ModelSource
+from profiles.words import Format
+from runtime.plan import TOKENIZER_FILE, Artefact, Graph, GraphKind, TensorRef
+from runtime.plan_folder import PlanWriter
+
+HEAD_TENSORS = ("final_norm", "head")
+EMBEDDING_TENSORS = ("embed",)
+
+
+class Emission(NamedTuple):
+    """The files of a compiled model, as the plan lists them."""
+
+    graphs: tuple[Graph, ...]
+    weights: Artefact
+    tensors: tuple[TensorRef, ...]
+    tokenizer: Artefact
+
+
+def emit(source: ModelSource, fmt: Format, context: int, writer: PlanWriter) -> Emission:
+    """Quantise ``source`` to ``fmt`` and write weights, graphs and tokenizer.
+
+    ``context`` is the largest number of positions that the plan serves.
+    """
+    with writer.weights() as sink:
+        tensors = tuple(write_weights(source, fmt, context, sink))
+    weights = sink.artefact()
+    head = [t for t in tensors if t.name.split(".")[0] in HEAD_TENSORS]
+    layers = [t for t in tensors if t.name.split(".")[0] not in HEAD_TENSORS + EMBEDDING_TENSORS]
+    models = {
+        GraphKind.LAYERS: (layers_graph(source.spec, fmt, context, layers), layers),
+        GraphKind.HEAD: (head_graph(source.spec, fmt, head), head),
+    }
+    graphs = tuple(
+        Graph(
+            kind,
+            writer.write(f"{kind}.onnx", model.SerializeToString(deterministic=True)),
+            tuple(tensor.name for tensor in used),
+        )
+        for kind, (model, used) in models.items()
+    )
+    tokenizer = writer.write(TOKENIZER_FILE, source.tokenizer_json().encode())
+    return Emission(graphs, weights, tensors, tokenizer)
