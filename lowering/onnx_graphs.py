@@ -291,9 +291,13 @@ def head_graph(spec: ModelSpec, fmt: Format, tensors: Sequence[TensorRef]) -> on
     g = Nodes("head")
     y = linear(g, norm(g, "hidden", "final_norm", spec), "head", fmt)
     g.named("logits", "Identity", y)
-    constants = [numpy_helper.from_array(np.asarray(v), k) for k, v in linear_constants(fmt).items()]
+    constants = [
+        numpy_helper.from_array(np.asarray(v), k) for k, v in linear_constants(fmt).items()
+    ]
     inputs = [tensor_info("hidden", ["w", spec.hidden])]
-    return onnx_model("head", g, inputs, [tensor_info("logits", ["w", spec.vocab])], constants, tensors)
+    return onnx_model(
+        "head", g, inputs, [tensor_info("logits", ["w", spec.vocab])], constants, tensors
+    )
 
 
 def onnx_model(
@@ -304,6 +308,7 @@ def onnx_model(
     constants: Sequence[onnx.TensorProto],
     tensors: Sequence[TensorRef],
 ) -> onnx.ModelProto:
+    """The graph of ``g``; ``constants`` lie inside it, ``tensors`` in the plan's weights file."""
     external = [external_tensor(tensor) for tensor in tensors]
     graph = helper.make_graph(g.nodes, name, inputs, outputs, [*constants, *external])
     opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid(CONTRIB, 1)]

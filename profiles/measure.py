@@ -190,6 +190,11 @@ def memory_total_bytes() -> int:
     return total
 
 
+def usable_cores() -> int:
+    """Logical CPUs that this process may run on."""
+    return len(os.sched_getaffinity(0))
+
+
 def cpu_description() -> str:
     """Model name and number of logical CPUs."""
     name = platform.processor() or platform.machine()

@@ -29,9 +29,11 @@ class PassResult(NamedTuple):
 
 
 def open_session(
-    graph: Path, constants: Mapping[str, Array], threads: int
+    graph: Path | bytes, constants: Mapping[str, Array], threads: int
 ) -> ort.InferenceSession:
-    """An ONNX Runtime CPU session whose external initializers are the given arrays.
+    """An ONNX Runtime CPU session of a graph file, or of a graph in memory.
+
+    ``constants`` are its external initializers; the arrays must outlive the session.
 
     ``IncompatibleError`` when the graph does not load; the plan's digests were right, so the
     installed onnxruntime is the likely reason.
@@ -46,11 +48,12 @@ def open_session(
     for name, value in values.items():
         options.add_initializer(name, value)
     try:
-        session = ort.InferenceSession(str(graph), options, providers=["CPUExecutionProvider"])
+        source = graph if isinstance(graph, bytes) else str(graph)
+        session = ort.InferenceSession(source, options, providers=["CPUExecutionProvider"])
     except Exception as error:
         raise IncompatibleError(
             "onnxruntime refused the graph",
-            where=graph,
+            where=None if isinstance(graph, bytes) else graph,
             found=str(error).splitlines()[0],
             hint=f"this is onnxruntime {ort.__version__}; compile the plan again",
         ) from error

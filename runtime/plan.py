@@ -1,8 +1,8 @@
 """The execution plan: the schema of ``plan.json`` (``plan_folder`` reads and writes it).
 
 A plan is a folder: ``plan.json`` (this schema), ``weights.bin`` (one copy of all weights, 4096-byte
-aligned, in execution order), the graphs beside it (ONNX Runtime
-refuses external data outside a graph's own folder) and ``tokenizer.json``. ``docs/plan-format.md``
+aligned, in execution order), ``layers.onnx`` and ``head.onnx`` beside it (ONNX Runtime refuses
+external data outside a graph's own folder) and ``tokenizer.json``. ``docs/plan-format.md``
 describes it for people.
 """
 
@@ -26,14 +26,14 @@ Count = Annotated[int, Meta(ge=0, le=1 << 48)]
 Width = Annotated[int, Meta(ge=1, le=1024)]
 Microseconds = Annotated[float, Meta(ge=0)]
 Share = Annotated[float, Meta(ge=0, le=1)]
-Sha256 = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
+Sha256 = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
 
 
 class _Document(msgspec.Struct, frozen=True):
     """Base of every struct in ``plan.json``; fields of newer minor versions are ignored."""
 
 
-class Artefact(_Document):
+class Artefact(_Document, frozen=True):
     """A file of the plan."""
 
     path: str
@@ -49,7 +49,7 @@ class TensorType(StrEnum):
     U8 = "u8"
 
 
-class TensorRef(_Document):
+class TensorRef(_Document, frozen=True):
     """A tensor inside ``weights.bin``."""
 
     name: str
@@ -68,7 +68,7 @@ class GraphKind(StrEnum):
     """Final norm and LM head: hidden rows to logits."""
 
 
-class Graph(_Document):
+class Graph(_Document, frozen=True):
     """An ONNX graph and the tensors of ``weights.bin`` that it takes as constants."""
 
     kind: GraphKind
@@ -76,7 +76,7 @@ class Graph(_Document):
     tensors: tuple[str, ...]
 
 
-class NumericsClass(_Document):
+class NumericsClass(_Document, frozen=True):
     """How a range of target sub-layers computes in every pass whose state is committed.
 
     Two passes agree bit by bit exactly if they run in the same class.
@@ -94,7 +94,7 @@ class NumericsClass(_Document):
     """Pass widths are padded to a multiple of this on the device."""
 
 
-class SkipMask(_Document):
+class SkipMask(_Document, frozen=True):
     """A set of sub-layers that a pass leaves out; mask 0 is the full target."""
 
     id: Count
@@ -112,7 +112,7 @@ class DraftSource(StrEnum):
     """The continuation of the latest earlier occurrence of the context's last tokens."""
 
 
-class Cycle(_Document):
+class Cycle(_Document, frozen=True):
     """Draft, verify, commit."""
 
     draft: DraftSource
@@ -125,7 +125,7 @@ class Cycle(_Document):
     """Shortest and longest context suffix that is looked up, for NGRAM."""
 
 
-class Forecast(_Document):
+class Forecast(_Document, frozen=True):
     """What the planner expects of a bucket's cycle on the device: a prediction."""
 
     tokens_per_cycle: float
@@ -137,7 +137,7 @@ class Forecast(_Document):
     """Of the draft at depth 1, 2, ..., given that all before it were accepted."""
 
 
-class Bucket(_Document):
+class Bucket(_Document, frozen=True):
     """A range of context lengths with one decision."""
 
     context_from: Count
@@ -147,7 +147,7 @@ class Bucket(_Document):
     forecast: Forecast
 
 
-class Span(_Document):
+class Span(_Document, frozen=True):
     """A run of sub-layers on one processor within a pass, as the planner placed it."""
 
     first: SubLayerId
@@ -167,7 +167,7 @@ class PassKind(StrEnum):
     PREFILL = "prefill"
 
 
-class Placement(_Document):
+class Placement(_Document, frozen=True):
     """Where the sub-layers of one pass of one bucket run, and what that is predicted to take."""
 
     bucket: Count
@@ -182,7 +182,7 @@ class Placement(_Document):
     """Bytes of hidden rows that cross from span to span."""
 
 
-class PassTable(_Document):
+class PassTable(_Document, frozen=True):
     """Predicted device time of a pass under one mask and one placement."""
 
     kind: PassKind
@@ -193,7 +193,7 @@ class PassTable(_Document):
     """By width, then by context."""
 
 
-class CostTables(_Document):
+class CostTables(_Document, frozen=True):
     """All that the runtime looks up; it never simulates."""
 
     passes: tuple[PassTable, ...]
@@ -205,7 +205,7 @@ class CostTables(_Document):
     """One n-gram lookup."""
 
 
-class KvLayout(_Document):
+class KvLayout(_Document, frozen=True):
     """Keys are f32; values are f32 integers on a grid per channel (``docs/numerics.md``)."""
 
     growth_tokens: Width
@@ -213,20 +213,20 @@ class KvLayout(_Document):
     bytes_per_token: Count
 
 
-class Prefill(_Document):
+class Prefill(_Document, frozen=True):
     """How a prompt is read."""
 
     chunk: Width
 
 
-class SamplingRule(_Document):
+class SamplingRule(_Document, frozen=True):
     """Token at a position = argmax(logits / temperature + Gumbel noise keyed by (seed, position))."""
 
     generator: str
     """Counter-based generator of the noise."""
 
 
-class Quality(_Document):
+class Quality(_Document, frozen=True):
     """What the target format costs against f32, on text of the report split."""
 
     positions: Count
@@ -235,7 +235,7 @@ class Quality(_Document):
     f32_perplexity: float
 
 
-class CalibrationSummary(_Document):
+class CalibrationSummary(_Document, frozen=True):
     """Where the acceptance numbers come from."""
 
     digest: str
@@ -246,14 +246,14 @@ class CalibrationSummary(_Document):
     report_positions: Count
 
 
-class Candidate(_Document):
+class Candidate(_Document, frozen=True):
     """One alternative of a decision and its objective."""
 
     name: str
     value: float
 
 
-class Decision(_Document):
+class Decision(_Document, frozen=True):
     """What a planner pass chose and why."""
 
     name: str
@@ -272,7 +272,7 @@ class Decision(_Document):
     note: str = ""
 
 
-class DeviceIdentity(_Document):
+class DeviceIdentity(_Document, frozen=True):
     """The profile that the plan was priced with."""
 
     name: str
@@ -284,7 +284,7 @@ class DeviceIdentity(_Document):
     """Intra-op threads of the CPU."""
 
 
-class MemoryNeed(_Document):
+class MemoryNeed(_Document, frozen=True):
     """Predicted peak of what the runtime holds, by part."""
 
     weights_bytes: Count
@@ -293,7 +293,7 @@ class MemoryNeed(_Document):
     interpreter_bytes: Count
 
 
-class ExecutionPlan(_Document):
+class ExecutionPlan(_Document, frozen=True):
     """Everything decided ahead of time."""
 
     format: str

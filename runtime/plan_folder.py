@@ -97,21 +97,23 @@ def check_artefact(folder: Path, artefact: Artefact) -> None:
         )
 
 
-def map_tensors(folder: Path, plan: ExecutionPlan) -> dict[str, NDArray[Any]]:
+def map_tensors(
+    folder: Path, weights: Artefact, tensors: Sequence[TensorRef]
+) -> dict[str, NDArray[Any]]:
     """Every tensor by name: read-only views of one mapping of the weights file.
 
     Raises:
         InputError, IncompatibleError: The file is missing or has another length than recorded.
     """
-    file = _locate(folder, plan.weights)
-    if not plan.tensors:
+    file = _locate(folder, weights)
+    if not tensors:
         return {}
     try:
         data = np.memmap(file, dtype=np.uint8, mode="r").view(np.ndarray)
     except OSError as error:
         raise InputError("cannot map the weights", where=file, found=error.strerror) from error
     views: dict[str, NDArray[Any]] = {}
-    for tensor in plan.tensors:
+    for tensor in tensors:
         piece = data[tensor.offset_bytes : tensor.offset_bytes + tensor_bytes(tensor)]
         views[tensor.name] = piece.view(_DTYPES[tensor.type]).reshape(tensor.shape)
     return views

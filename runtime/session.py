@@ -11,7 +11,7 @@ from typing import Self
 import msgspec
 
 from profiles.errors import FulcrumError, IncompatibleError, InputError
-from profiles.measure import cpu_description
+from profiles.measure import cpu_description, usable_cores
 from runtime.cycle import Decoding
 from runtime.kv_cache import KvCache
 from runtime.plan import TOKENIZER_FILE, Cycle, ExecutionPlan
@@ -60,10 +60,9 @@ class Session:
             check_device(self.plan, Path(path))
         plan = self.plan
         self.tokens = Tokens.from_files(self.folder / TOKENIZER_FILE, plan.model.tokenizer)
-        available = len(os.sched_getaffinity(0))
         self._target = Target(
-            *(self.folder, plan.model, plan.graphs, map_tensors(self.folder, plan)),
-            threads=threads or min(plan.device.threads, available),
+            *(self.folder, plan.model, plan.graphs, map_tensors(self.folder, plan.weights, plan.tensors)),
+            threads=threads or min(plan.device.threads, usable_cores()),
         )
         limit = plan.context + WIDEST_PASS
         self._cache = KvCache(plan.model, plan.kv.growth_tokens, limit)

@@ -74,15 +74,14 @@ class Tokens:
         Raises InputError for a prompt without tokens or with unpaired surrogates, a model without
         chat template, a template that fails, and ``system`` without ``chat``.
         """
-        for part in (text, system or ""):
-            try:
-                part.encode()
-            except UnicodeEncodeError as error:
-                raise InputError(f"the prompt is not Unicode text: {error.reason}") from error
         if chat:
             text = self._render(text, system)
         elif system is not None:
             raise InputError("a system message needs the chat template", hint="ask for chat")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InputError(f"the prompt is not Unicode text: {error.reason}") from error
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         bos = self.spec.bos_id
         if self.spec.add_bos and bos is not None and ids[:1] != [bos]:

@@ -264,6 +264,12 @@ def test_an_unpaired_surrogate_is_refused(chat: bool) -> None:
         WHOLE.encode_prompt("a\udcffb", chat=chat)
 
 
+def test_an_unpaired_surrogate_of_a_template_is_refused() -> None:
+    tokens = byte_level(chat_template="{{ '\\ud800' }}")
+    with pytest.raises(InputError, match="not Unicode"):
+        tokens.encode_prompt("Hi", chat=True)
+
+
 @pytest.mark.parametrize(
     ("eos_ids", "ids", "expected"),
     [

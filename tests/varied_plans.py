@@ -56,9 +56,7 @@ def varied_plan(
     assumptions: Sequence[str] = ("Acceptance in use is that of the calibration text.",),
 ) -> ExecutionPlan:
     """A plan with a bucket per cycle; ``cuts`` are sub-layers where the processor changes."""
-    ends = [*sorted({cut for cut in cuts if 0 < cut < 2 * layers}), 2 * layers]
-    firsts = [0, *ends[:-1]]
-    ranges = [(first, end) for first, end in zip(firsts, ends, strict=True) if end > first]
+    ranges = _ranges(2 * layers, cuts)
     names = [processor_names[number % len(processor_names)] for number in range(len(ranges))]
     if skipped is None:
         skipped = [sub_layer for sub_layer in range(2, 2 * layers - 2) if sub_layer % 5 in (0, 3)]
@@ -72,18 +70,7 @@ def varied_plan(
         model=_model(name, layers),
         device=DeviceIdentity("oneplus12", "SM8650", DIGEST, 2 * 10**9, 6),
         target_format=Format.W8A16,
-        numerics=tuple(
-            NumericsClass(
-                SubLayerId(first),
-                SubLayerId(end),
-                processor,
-                PROCESSORS.get(processor, ProcessorKind.CPU),
-                Format.W8A16,
-                8,
-                8,
-            )
-            for (first, end), processor in zip(ranges, names, strict=True)
-        ),
+        numerics=_numerics(ranges, names),
         context=max(1, len(cycles)) * BUCKET_TOKENS,
         prefill=Prefill(64),
         masks=(SkipMask(0, ()), SkipMask(1, tuple(SubLayerId(one) for one in skipped))),
@@ -126,6 +113,26 @@ def decision(
         candidates=tuple(Candidate(*one) for one in ((chosen, value), *rivals)),
         flips_when="acceptance at depth 1 falls below 0.61",
         note=note,
+    )
+
+
+def _ranges(sub_layers: int, cuts: Sequence[int]) -> list[tuple[int, int]]:
+    ends = [*sorted({cut for cut in cuts if 0 < cut < sub_layers}), sub_layers]
+    return list(zip([0, *ends[:-1]], ends, strict=True))
+
+
+def _numerics(ranges: Sequence[tuple[int, int]], names: Sequence[str]) -> tuple[NumericsClass, ...]:
+    return tuple(
+        NumericsClass(
+            SubLayerId(first),
+            SubLayerId(end),
+            processor,
+            PROCESSORS.get(processor, ProcessorKind.CPU),
+            Format.W8A16,
+            8,
+            8,
+        )
+        for (first, end), processor in zip(ranges, names, strict=True)
     )
 
 

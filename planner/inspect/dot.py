@@ -3,7 +3,7 @@
 import networkx as nx
 
 from planner.inspect.figures import BucketFigures, bucket_figures, context_label
-from planner.inspect.graph import EdgeRole, NodeKind, bucket_graph
+from planner.inspect.graph import FEEDBACK_ROLES, EdgeRole, NodeKind, bucket_graph
 from planner.inspect.units import bytes_label, clean, rate_label, ratio_label, time_label
 from runtime.plan import ExecutionPlan
 
@@ -58,10 +58,12 @@ def _bucket_lines(figures: BucketFigures, graph: "nx.DiGraph[str]") -> list[str]
     lines.extend(_node_lines(graph, prefix, None, indent=4))
     for tail, tip, edge in graph.edges(data=True):
         style = _STYLES.get(edge["role"], "solid")
+        # what leads to a later pass must not pull its end to the right
+        loose = ", constraint=false" if edge["role"] in FEEDBACK_ROLES else ""
         lines.append(
             f"    {_quoted(f'{prefix}.{tail}')} -> {_quoted(f'{prefix}.{tip}')} "
             f"[label={_quoted(_edge_label(edge['role'], edge['bytes'], edge['us']))}, "
-            f"style={style}];"
+            f"style={style}{loose}];"
         )
     return [*lines, "  }"]
 

@@ -145,6 +145,11 @@ def pass_us(placement: Placement) -> float:
     return layers_us(placement) + placement.head_us
 
 
+def handovers(placement: Placement) -> int:
+    """How often hidden rows go to another processor."""
+    return sum(span.transfer_us > 0 for span in placement.spans)
+
+
 def skipped_by(plan: ExecutionPlan, mask_id: int) -> frozenset[SubLayerId]:
     """The sub-layers that a mask leaves out; empty for a mask that the plan does not hold."""
     return frozenset(
@@ -169,6 +174,16 @@ def mask_rows(layers: int, skipped: frozenset[SubLayerId]) -> dict[SubLayerKind,
 def runs(span: Span, skipped: frozenset[SubLayerId]) -> int:
     """Sub-layers of a span that are not left out."""
     return sum(sub_layer not in skipped for sub_layer in range(span.first, span.end))
+
+
+def attention_count(first: int, end: int) -> int:
+    """Attention sub-layers, each with its own KV, of a range."""
+    return (end + 1) // 2 - (first + 1) // 2
+
+
+def kv_bytes(plan: ExecutionPlan, layers: int, tokens: int) -> int:
+    """Bytes of the KV of some layers."""
+    return round(plan.kv.bytes_per_token / max(1, plan.model.layers) * layers * tokens)
 
 
 def rows_bytes(plan: ExecutionPlan, width: int) -> int:

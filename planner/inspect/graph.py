@@ -14,9 +14,11 @@ from planner.inspect.figures import (
     HIDDEN_BYTES,
     TOKEN_BYTES,
     BucketFigures,
+    attention_count,
     bucket_figures,
     cycle_label,
     format_of,
+    kv_bytes,
     rows_bytes,
     runs,
     sub_layers_label,
@@ -79,7 +81,7 @@ def _graph_of(plan: ExecutionPlan, figures: BucketFigures) -> "nx.DiGraph[str]":
     graph: nx.DiGraph[str] = nx.DiGraph(
         bucket=figures.index, context_from=bucket.context_from, context_to=bucket.context_to
     )
-    for number, numerics in enumerate(plan.numerics):
+    for number, numerics in _caches(plan):
         _add_node(
             graph, _kv_name(number), NodeKind.KV, _kv_label(numerics), numerics.processor, None
         )
@@ -99,7 +101,7 @@ def _graph_of(plan: ExecutionPlan, figures: BucketFigures) -> "nx.DiGraph[str]":
         _join_pass(graph, placement, name, bucket.cycle.length)
     if not figures.cycle_passes and speculates:
         _add_edge(graph, "source", "accept", EdgeRole.TOKENS, TOKEN_BYTES * bucket.cycle.length)
-    for number in range(len(plan.numerics)):
+    for number, _ in _caches(plan):
         _add_edge(graph, "commit", _kv_name(number), EdgeRole.CURSOR, 0)
     return graph
 
@@ -164,15 +166,23 @@ def _join_kv(
     attention: tuple[int, ...],
 ) -> None:
     """Reads of the whole context and writes of the pass's own rows, per numerics class."""
-    row_bytes = plan.kv.bytes_per_token / max(1, plan.model.layers)
-    for number, numerics in enumerate(plan.numerics):
-        rows = sum(numerics.first <= sub_layer < numerics.end for sub_layer in attention)
-        if rows:
+    for number, numerics in _caches(plan):
+        layers = sum(numerics.first <= sub_layer < numerics.end for sub_layer in attention)
+        if layers:
             kv = _kv_name(number)
-            read_bytes = round(rows * row_bytes * placement.context)
+            read_bytes = kv_bytes(plan, layers, placement.context)
             _add_edge(graph, kv, node, EdgeRole.KV_READ, read_bytes)
-            written_bytes = round(rows * row_bytes * placement.width)
+            written_bytes = kv_bytes(plan, layers, placement.width)
             _add_edge(graph, node, kv, EdgeRole.KV_WRITE, written_bytes)
+
+
+def _caches(plan: ExecutionPlan) -> tuple[tuple[int, NumericsClass], ...]:
+    """The numerics classes that hold attention, each with its number."""
+    return tuple(
+        (number, numerics)
+        for number, numerics in enumerate(plan.numerics)
+        if attention_count(numerics.first, numerics.end)
+    )
 
 
 def _attention(span: Span, skipped: frozenset[SubLayerId]) -> tuple[int, ...]:

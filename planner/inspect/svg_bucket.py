@@ -1,9 +1,12 @@
 """A bucket's cycle as a picture: the draft above the KV, the target's pass below it."""
 
-import itertools
+import msgspec
 
 from planner.inspect.figures import (
     BucketFigures,
+    attention_count,
+    handovers,
+    kv_bytes,
     mask_counts,
     pass_us,
     sub_layers_label,
@@ -33,15 +36,29 @@ from planner.inspect.svg_scale import (
 )
 from planner.inspect.units import TIMES, bytes_label, clean, counted, three_digits, time_label
 from profiles.words import SubLayerId
-from runtime.plan import DraftSource, ExecutionPlan, NumericsClass, PassKind, Placement
+from runtime.plan import DraftSource, ExecutionPlan, NumericsClass, PassKind
 
 KV_FILL, KV_STROKE = "#e9edf1", "#9aa7b4"
 
 _LOOP_ROOM = 34.0
 _KV_GAP, _KV_HEIGHT = 26.0, 24.0
 _LOOKUP_HEIGHT = 76.0
-_STAGE_MIN = 76.0
+_LAST_HEIGHT = 32.0
 _FEEDBACK_X = MARGIN - 16
+
+
+class _Heights(msgspec.Struct, frozen=True):
+    """Where the rows of a bucket begin."""
+
+    source: float
+    """Draft, or the target's pass where nobody drafts."""
+    kv: float
+    target: float
+    row: float
+    """Height of a pass."""
+    source_row: float
+    """Height of the source."""
+    end: float
 
 
 def draw_cycle(
@@ -61,48 +78,59 @@ def draw_cycle(
         canvas.text(STAGE_X, y + 30, "This bucket's passes are not placed.", fill=MUTED)
         return y + 44
     lanes, scale = lanes_of(figures), scale_of(plan, tuple(passes.values()))
-    row_height = max(_STAGE_MIN, lanes.height)
-    draft, stage_y, kv_y = passes.get(PassKind.DRAFT), y + 10, y + 10
-    drafting = None
+    draft = passes.get(PassKind.DRAFT)
+    heights = _heights(figures, lanes.height, y, drafts=draft is not None)
+    whole = Row(target, frozenset[SubLayerId](), heights.target, lanes, scale, colours)
+    rows = [whole]
     if draft is not None:
-        stage_y = y + _LOOP_ROOM
-        drafting = Row(draft, figures.skipped, stage_y, lanes, scale, colours)
-        kv_y = stage_y + row_height + _KV_GAP
-    target_y = kv_y + _KV_HEIGHT + _KV_GAP
-    if figures.bucket.cycle.draft is DraftSource.NGRAM:
-        kv_y = stage_y + (_LOOKUP_HEIGHT - _KV_HEIGHT) / 2
-        target_y = stage_y + _LOOKUP_HEIGHT + _KV_GAP
-    whole = Row(target, frozenset[SubLayerId](), target_y, lanes, scale, colours)
-    _kv(canvas, plan, whole, kv_y)
-    for row in (drafting, whole):
-        if row is not None:
-            draw_bands(canvas, row)
-            _kv_links(canvas, row, kv_y)
-            draw_pass(canvas, plan, row)
-    source_y, source_height = target_y, row_height
-    if drafting is not None:
-        source_y = drafting.y
-        _draft_loop(canvas, figures, drafting, row_height)
+        rows.insert(0, Row(draft, figures.skipped, heights.source, lanes, scale, colours))
+    _kv(canvas, plan, whole, heights.kv)
+    for row in rows:
+        draw_bands(canvas, row)
+        _kv_links(canvas, row, heights.kv)
+        draw_pass(canvas, plan, row)
+    if draft is not None:
+        _draft_loop(canvas, figures, rows[0], heights.row)
     elif figures.bucket.cycle.draft is DraftSource.NGRAM:
-        source_y, source_height = stage_y, _LOOKUP_HEIGHT
-        _lookup(canvas, plan, figures, stage_y)
-    bottom = _target_stage(canvas, figures, whole, row_height)
-    if source_y < target_y:
-        _drafted_arrow(canvas, figures, source_y + source_height, target_y)
-    commit_y = _commit(canvas, plan, figures, whole, row_height, kv_y)
-    return _feedback(canvas, figures, (commit_y, bottom), source_y + source_height / 2)
+        _lookup(canvas, plan, figures, heights.source)
+    _target_stage(canvas, figures, whole, heights.row)
+    if heights.source < heights.target:
+        _drafted_arrow(canvas, figures, heights.source + heights.source_row, heights.target)
+    commit_y = _commit(canvas, whole, heights.row)
+    _cursor(canvas, plan, figures, whole, (commit_y, heights.kv + _KV_HEIGHT / 2))
+    _feedback(canvas, figures, commit_y, heights)
+    return heights.end
+
+
+def _heights(figures: BucketFigures, row: float, y: float, *, drafts: bool) -> _Heights:
+    source, source_row = y + 10, row
+    kv = source
+    target = kv + _KV_HEIGHT + _KV_GAP
+    if drafts:
+        source = y + _LOOP_ROOM
+        kv = source + row + _KV_GAP
+        target = kv + _KV_HEIGHT + _KV_GAP
+    elif figures.bucket.cycle.draft is DraftSource.NGRAM:
+        source_row = _LOOKUP_HEIGHT
+        kv = source + (source_row - _KV_HEIGHT) / 2
+        target = source + source_row + _KV_GAP
+    else:
+        source = target
+    return _Heights(source, kv, target, row, source_row, target + row + 32)
 
 
 def _stage(canvas: Canvas, y: float, height: float, lines: tuple[str, ...]) -> None:
     """A box in the first column: a bold title and lines below it."""
     canvas.rect(STAGE_X, y, STAGE_WIDTH, height, stroke=INK, radius=6)
-    first = y + height / 2 + 5 - 8 * (len(lines) - 1)
+    lines = lines[: int((height - 6) // 13)]
+    step = min(16.0, (height - 6) / len(lines))
+    first = y + height / 2 + 4.5 - step / 2 * (len(lines) - 1)
     for number, line in enumerate(lines):
         size, bold = (11, False) if number else (14, True)
         shown = fitting(line, STAGE_WIDTH - 12, size, bold=bold)
         canvas.text(
             STAGE_X + STAGE_WIDTH / 2,
-            first + 16 * number,
+            first + step * number,
             shown,
             size=size,
             bold=bold,
@@ -111,12 +139,17 @@ def _stage(canvas: Canvas, y: float, height: float, lines: tuple[str, ...]) -> N
         )
 
 
-def _crossings(placement: Placement) -> tuple[str, ...]:
+def _crossings(row: Row) -> tuple[str, ...]:
     """Handovers in sum, for rows too narrow to label each."""
-    count = len(placement.spans) - 1
+    placement = row.placement
+    count = handovers(placement)
     transfer_us = sum(span.transfer_us for span in placement.spans)
     size = bytes_label(placement.handover_bytes)
-    return (counted(count, "handover"), f"{size}, {time_label(transfer_us)}") if count > 0 else ()
+    return (
+        (counted(count, "handover"), f"{size}, {time_label(transfer_us)}")
+        if count > 0 and not row.scale.labelled
+        else ()
+    )
 
 
 def _draft_loop(canvas: Canvas, figures: BucketFigures, row: Row, height: float) -> None:
@@ -129,9 +162,7 @@ def _draft_loop(canvas: Canvas, figures: BucketFigures, row: Row, height: float)
         f"without {attention} attn, {mlp} MLP",
         f"{length} {TIMES} {time_label(pass_us(row.placement))}",
     )
-    if not row.scale.labelled:
-        lines = (*lines[:3], *_crossings(row.placement))
-    _stage(canvas, row.y, height, lines)
+    _stage(canvas, row.y, height, (*lines, *_crossings(row)))
     canvas.line((STAGE_X + STAGE_WIDTH, row.in_y), (EMBED_X, row.in_y), tip=True)
     loop_y, back_x = row.y - 16, SAMPLER_X + SAMPLER_WIDTH / 2
     canvas.line(
@@ -156,8 +187,8 @@ def _lookup(canvas: Canvas, plan: ExecutionPlan, figures: BucketFigures, y: floa
     _stage(canvas, y, _LOOKUP_HEIGHT, lines)
 
 
-def _target_stage(canvas: Canvas, figures: BucketFigures, row: Row, height: float) -> float:
-    """The target's pass; returns where its row ends."""
+def _target_stage(canvas: Canvas, figures: BucketFigures, row: Row, height: float) -> None:
+    """The target's pass: a decoding step or the verification of a draft."""
     placement = row.placement
     if placement.kind is PassKind.AR:
         title = "Decode"
@@ -171,13 +202,8 @@ def _target_stage(canvas: Canvas, figures: BucketFigures, row: Row, height: floa
         f"width {placement.width}",
         time_label(pass_us(placement)),
     )
-    if not row.scale.labelled:
-        lines = (
-            (*lines[:2], *_crossings(placement), lines[3]) if len(placement.spans) > 1 else lines
-        )
-    _stage(canvas, row.y, height, lines)
+    _stage(canvas, row.y, height, (*lines, *_crossings(row)))
     canvas.line((STAGE_X + STAGE_WIDTH, row.in_y), (EMBED_X, row.in_y), tip=True)
-    return row.y + height
 
 
 def _drafted_arrow(canvas: Canvas, figures: BucketFigures, top: float, bottom: float) -> None:
@@ -191,11 +217,12 @@ def _drafted_arrow(canvas: Canvas, figures: BucketFigures, top: float, bottom: f
 
 def _kv(canvas: Canvas, plan: ExecutionPlan, row: Row, y: float) -> None:
     """The KV strip, a piece per numerics class."""
-    sub_layers = max(1, plan.model.sub_layers)
     for numerics in plan.numerics:
+        layers = attention_count(numerics.first, numerics.end)
+        if not layers:
+            continue
         left, right = row.scale.start(numerics.first), row.scale.end(numerics.end)
-        share = (numerics.end - numerics.first) / sub_layers
-        size = bytes_label(round(plan.kv.bytes_per_token * share * row.placement.context))
+        size = bytes_label(kv_bytes(plan, layers, row.placement.context))
         canvas.rect(
             left - 4 if right - left > 30 else left - 1,
             y,
@@ -227,7 +254,7 @@ def _kv_links(canvas: Canvas, row: Row, kv_y: float) -> None:
     above = row.y < kv_y
     many = not row.scale.labelled and len(row.placement.spans) > 1
     for span in row.placement.spans:
-        if not any(sub_layer % 2 == 0 for sub_layer in range(span.first, span.end)):
+        if not attention_count(span.first, span.end):
             continue
         x = (span_left(row, span) + span_right(row, span)) / 2
         middle = row.lanes.middle(span.processor, row.y)
@@ -244,62 +271,48 @@ def _kv_links(canvas: Canvas, row: Row, kv_y: float) -> None:
         )
 
 
-def _commit(
-    canvas: Canvas,
-    plan: ExecutionPlan,
-    figures: BucketFigures,
-    row: Row,
-    height: float,
-    kv_y: float,
-) -> float:
-    """Accept and commit, and the cursor that rolls the KV back; returns where commit ends."""
+def _commit(canvas: Canvas, row: Row, height: float) -> float:
+    """Accept and commit after the sampler; returns the centre of the commit box."""
     boxes = ["commit"] if row.placement.kind is PassKind.AR else ["accept", "commit"]
-    room = 32.0
-    gap = (height - room * len(boxes)) / (len(boxes) + 1)
-    tops = [row.y + gap + number * (room + gap) for number in range(len(boxes))]
+    step = _LAST_HEIGHT + max(6.0, min(20.0, height - 2 * _LAST_HEIGHT))
+    # level with the sampler where the row has room below it
+    highest = row.y + height - _LAST_HEIGHT / 2 - step * (len(boxes) - 1)
+    first = max(row.y + _LAST_HEIGHT / 2, min(row.out_y, highest))
     center = LAST_X + LAST_WIDTH / 2
-    for name, top in zip(boxes, tops, strict=True):
-        canvas.rect(LAST_X, top, LAST_WIDTH, room, stroke=INK, radius=6)
-        canvas.text(center, top + 20.5, name, size=12, anchor="middle", bold=True)
-    for upper, lower in itertools.pairwise(tops):
-        canvas.line((center, upper + room), (center, lower), tip=True)
-    leaves, enters = row.out_y, tops[0] + room / 2
-    bend = (SAMPLER_X + SAMPLER_WIDTH + LAST_X) / 2
-    canvas.line(
-        (SAMPLER_X + SAMPLER_WIDTH, leaves),
-        (bend, leaves),
-        (bend, enters),
-        (LAST_X, enters),
-        tip=True,
-    )
+    for number, name in enumerate(boxes):
+        middle = first + number * step
+        top = middle - _LAST_HEIGHT / 2
+        if number:
+            canvas.line((center, top - step + _LAST_HEIGHT), (center, top), tip=True)
+        canvas.rect(LAST_X, top, LAST_WIDTH, _LAST_HEIGHT, stroke=INK, radius=6)
+        canvas.text(center, middle + 4.5, name, size=12, anchor="middle", bold=True)
+    leaves = SAMPLER_X + SAMPLER_WIDTH
+    bend = (leaves + LAST_X) / 2
+    points = ((leaves, row.out_y), (bend, row.out_y), (bend, first), (LAST_X, first))
+    canvas.line(*points, tip=True)
+    return first + (len(boxes) - 1) * step
+
+
+def _cursor(
+    canvas: Canvas, plan: ExecutionPlan, figures: BucketFigures, row: Row, ends: tuple[float, float]
+) -> None:
+    """From commit to the KV, which keeps the accepted rows; ``ends`` are their centre lines."""
+    commit_y, kv_y = ends
     strip_end = max((row.scale.end(one.end) for one in plan.numerics), default=SPANS_END) + 4
-    kv_middle, side = kv_y + _KV_HEIGHT / 2, RIGHT + 14
-    canvas.line(
-        (RIGHT, tops[-1] + room / 2),
-        (side, tops[-1] + room / 2),
-        (side, kv_middle),
-        (strip_end, kv_middle),
-        dash="2 2",
-        color=KV_STROKE,
-        tip=True,
-    )
+    side = RIGHT + 14
+    points = ((RIGHT, commit_y), (side, commit_y), (side, kv_y), (strip_end, kv_y))
+    canvas.line(*points, dash="2 2", color=KV_STROKE, tip=True)
     speculates = figures.bucket.cycle.draft is not DraftSource.OFF
     words = "roll back to the accepted path" if speculates else "advance by one"
-    canvas.text(RIGHT, kv_middle - 6, words, size=10, fill=MUTED, anchor="end")
-    return tops[-1] + room
+    canvas.text(RIGHT, kv_y - 6, words, size=10, fill=MUTED, anchor="end")
 
 
-def _feedback(
-    canvas: Canvas, figures: BucketFigures, leaves: tuple[float, float], source_y: float
-) -> float:
-    """The arrow from commit back to the next cycle's start; returns where the drawing ends.
-
-    ``leaves`` are the lower ends of the commit box and of the row.
-    """
-    commit_y, bottom = leaves
-    y, center = bottom + 20, LAST_X + LAST_WIDTH / 2
+def _feedback(canvas: Canvas, figures: BucketFigures, commit_y: float, heights: _Heights) -> None:
+    """The arrow from commit back to the start of the next cycle."""
+    y, center = heights.target + heights.row + 20, LAST_X + LAST_WIDTH / 2
+    source_y = heights.source + heights.source_row / 2
     canvas.line(
-        (center, commit_y),
+        (center, commit_y + _LAST_HEIGHT / 2),
         (center, y),
         (_FEEDBACK_X, y),
         (_FEEDBACK_X, source_y),
@@ -307,7 +320,5 @@ def _feedback(
         tip=True,
     )
     tokens = three_digits(figures.bucket.forecast.tokens_per_cycle)
-    canvas.chip(
-        (center + STAGE_X) / 2, y, [f"next cycle; {tokens} tokens committed a cycle"], size=11
-    )
-    return y + 12
+    words = f"next cycle; {tokens} tokens committed a cycle"
+    canvas.chip((center + STAGE_X) / 2, y, [words], size=11)

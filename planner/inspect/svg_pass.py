@@ -1,8 +1,10 @@
 """One pass as a row of the picture: embedding, spans in lanes, head and sampler."""
 
+from collections.abc import Sequence
+
 import msgspec
 
-from planner.inspect.figures import format_of, rows_bytes, runs, sub_layers_label
+from planner.inspect.figures import HIDDEN_BYTES, format_of, rows_bytes, runs, sub_layers_label
 from planner.inspect.svg_canvas import (
     BAND,
     INK,
@@ -17,12 +19,10 @@ from planner.inspect.svg_scale import (
     BAND_END,
     BAND_X,
     BOX_HEIGHT,
-    BOX_TOP,
     EMBED_WIDTH,
     EMBED_X,
     HEAD_WIDTH,
     HEAD_X,
-    LANE_HEIGHT,
     SAMPLER_WIDTH,
     SAMPLER_X,
     SPANS_X,
@@ -31,7 +31,7 @@ from planner.inspect.svg_scale import (
     Scale,
 )
 from planner.inspect.units import bytes_label, clean, counted, time_label
-from profiles.words import SubLayerId, kind_of, layer_of
+from profiles.words import SubLayerId, layer_of
 from runtime.plan import ExecutionPlan, Placement, Span
 
 CELL_HEIGHT = 14.0
@@ -40,7 +40,6 @@ HOLLOW = "#b6c0ca"
 _CELL_TOP = 21.0
 _PAD = 4.0
 _ROOMY = 30.0
-_LOGIT_BYTES = 4
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -85,11 +84,11 @@ def draw_bands(canvas: Canvas, row: Row) -> None:
     busy = {row.placement.head_processor, *(span.processor for span in row.placement.spans)}
     for processor in row.lanes.processors:
         top = row.lanes.top(processor, row.y)
-        canvas.rect(BAND_X, top, BAND_END - BAND_X, LANE_HEIGHT, fill=BAND, radius=4)
+        canvas.rect(BAND_X, top, BAND_END - BAND_X, row.lanes.lane_height, fill=BAND, radius=4)
         name = fitting(clean(processor), SPANS_X - BAND_X - 46, 11, bold=True)
         idle = "" if processor in busy else "idle"
         dark = row.colours[processor].dark
-        canvas.text(BAND_X + 7, top + 14, name, size=11, fill=dark, bold=True, then=idle)
+        canvas.text(BAND_X + 7, top + 12, name, size=11, fill=dark, bold=True, then=idle)
 
 
 def _box(
@@ -136,43 +135,32 @@ def _handover(
     if before is None:
         tail = (EMBED_X + EMBED_WIDTH, row.in_y)
         canvas.line(tail, tip, tip=True)
-        canvas.text(
-            (tail[0] + tip[0]) / 2, tip[1] - 7, lines[0], size=10, fill=MUTED, anchor="middle"
-        )
-        if span.transfer_us:
-            canvas.text(
-                (tail[0] + tip[0]) / 2, tip[1] + 15, lines[1], size=10, fill=MUTED, anchor="middle"
-            )
+        _beside(canvas, (tail[0] + tip[0]) / 2, tip[1], lines)
         return
-    tail = (
-        span_right(row, before) + box_margin(row, before),
-        row.lanes.middle(before.processor, row.y),
-    )
-    bend = (tail[0] + tip[0]) / 2
-    room = row.scale.labelled
-    canvas.line(
-        tail,
-        (bend, tail[1]),
-        (bend, tip[1]),
-        tip,
-        color=LINE if room else MUTED,
-        width=1.2 if room else 0.8,
-        tip=room,
-    )
-    if not room:
+    tail_x = span_right(row, before) + box_margin(row, before)
+    tail_y = row.lanes.middle(before.processor, row.y)
+    bend = (tail_x + tip[0]) / 2
+    points = ((tail_x, tail_y), (bend, tail_y), (bend, tip[1]), tip)
+    if not row.scale.labelled:
+        canvas.line(*points, color=MUTED, width=0.8)
         return
-    if tail[1] != tip[1]:
-        canvas.chip(bend, (tail[1] + tip[1]) / 2, lines)
-        return
-    canvas.text(bend, tip[1] - 7, lines[0], size=10, fill=MUTED, anchor="middle")
-    if len(lines) > 1:
-        canvas.text(bend, tip[1] + 15, lines[1], size=10, fill=MUTED, anchor="middle")
+    canvas.line(*points, tip=True)
+    if tail_y == tip[1]:
+        _beside(canvas, bend, tail_y, lines)
+    else:
+        canvas.chip(bend, (tail_y + tip[1]) / 2, lines)
+
+
+def _beside(canvas: Canvas, x: float, y: float, lines: Sequence[str]) -> None:
+    """One line of text above a horizontal arrow, the next below it."""
+    for line, baseline in zip(lines, (y - 7, y + 15), strict=False):
+        canvas.text(x, baseline, line, size=10, fill=MUTED, anchor="middle")
 
 
 def _span(canvas: Canvas, plan: ExecutionPlan, row: Row, span: Span) -> None:
     """A box with a cell per sub-layer; hollow cells are left out by the pass's mask."""
     left, right = span_left(row, span), span_right(row, span)
-    top = row.lanes.top(span.processor, row.y) + BOX_TOP
+    top = row.lanes.middle(span.processor, row.y) - BOX_HEIGHT / 2
     colours = row.colours[span.processor]
     numbers = sub_layers_label(span.first, span.end)
     time, format_name = time_label(span.compute_us), format_of(plan, span)
@@ -224,7 +212,8 @@ def _cell(canvas: Canvas, row: Row, sub_layer: SubLayerId, top: float, colours: 
     else:
         fill = colours.dark if attention else colours.light
         canvas.rect(left, top, width, CELL_HEIGHT, fill=fill, radius=1.5, role="cell")
-    name = first_fitting((f"{kind_of(sub_layer).value} {layer_of(sub_layer)}",), width - 4, 9)
+    kind = "attention" if attention else "MLP"
+    name = first_fitting((f"{kind} {layer_of(sub_layer)}",), width - 4, 9)
     ink = MUTED if skipped else (WHITE if attention else INK)
     canvas.text(left + width / 2, top + 10.5, name, size=9, fill=ink, anchor="middle")
 
@@ -243,15 +232,13 @@ def _head(canvas: Canvas, plan: ExecutionPlan, row: Row) -> None:
     bend = HEAD_X - 31
     canvas.line(tail, (bend, tail[1]), (bend, middle), (HEAD_X, middle), tip=True)
     if tail[1] == middle:
-        canvas.text(bend, middle - 7, rows_in, size=10, fill=MUTED, anchor="middle")
+        _beside(canvas, bend, middle, (rows_in,))
     else:
         canvas.chip(bend, (tail[1] + middle) / 2, [rows_in])
     stroke = row.colours[placement.head_processor].dark
     _box(canvas, HEAD_X, middle, HEAD_WIDTH, ("head", time_label(placement.head_us)), stroke)
     canvas.line((HEAD_X + HEAD_WIDTH, middle), (SAMPLER_X, middle), tip=True)
-    logits = bytes_label(placement.head_rows * plan.model.vocab * _LOGIT_BYTES)
+    logits = bytes_label(placement.head_rows * plan.model.vocab * HIDDEN_BYTES)
     between = (HEAD_X + HEAD_WIDTH + SAMPLER_X) / 2
-    canvas.text(between, middle - 7, logits, size=10, fill=MUTED, anchor="middle")
-    rows = counted(placement.head_rows, "row")
-    canvas.text(between, middle + 15, rows, size=10, fill=MUTED, anchor="middle")
+    _beside(canvas, between, middle, (logits, counted(placement.head_rows, "row")))
     _box(canvas, SAMPLER_X, middle, SAMPLER_WIDTH, ("sample",), LINE)

@@ -23,8 +23,11 @@ LAST_X = 1488.0
 LAST_WIDTH = RIGHT - LAST_X
 
 LANE_HEIGHT, LANE_GAP = 60.0, 12.0
-BOX_TOP, BOX_HEIGHT = 13.0, 40.0
-"""Of a box within its lane."""
+ONLY_LANE_HEIGHT = 84.0
+"""A lane alone leaves room for the boxes beside it."""
+BOX_HEIGHT = 40.0
+_BOX_LOWER = 3.0
+"""By how much boxes stand below their lane's middle: the processor's name is above them."""
 
 _LABELLED_GAP = 74.0
 _GAP_SHARE = 0.45
@@ -110,15 +113,20 @@ class Lanes(msgspec.Struct, frozen=True):
     def height(self) -> float:
         """Of a row."""
         count = max(1, len(self.processors))
-        return count * LANE_HEIGHT + (count - 1) * LANE_GAP
+        return count * self.lane_height + (count - 1) * LANE_GAP
+
+    @property
+    def lane_height(self) -> float:
+        """Of one lane."""
+        return LANE_HEIGHT if len(self.processors) > 1 else ONLY_LANE_HEIGHT
 
     def top(self, processor: str, row_y: float) -> float:
         """Upper end of a processor's lane in the row that begins at ``row_y``."""
-        return row_y + self.processors.index(processor) * (LANE_HEIGHT + LANE_GAP)
+        return row_y + self.processors.index(processor) * (self.lane_height + LANE_GAP)
 
     def middle(self, processor: str, row_y: float) -> float:
         """Centre line of the boxes in a processor's lane."""
-        return self.top(processor, row_y) + BOX_TOP + BOX_HEIGHT / 2
+        return self.top(processor, row_y) + self.lane_height / 2 + _BOX_LOWER
 
 
 def lanes_of(figures: BucketFigures) -> Lanes:

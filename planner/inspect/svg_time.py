@@ -88,13 +88,12 @@ def _ar_bar(canvas: Canvas, figures: BucketFigures, scale: float, y: float) -> N
     forecast = figures.bucket.forecast
     canvas.text(STAGE_X, y + 15, "Plain decoding, predicted", size=12, bold=True)
     step = forecast.ar_us * scale
-    whole = min(_STEPS_SHOWN, math.ceil(forecast.tokens_per_cycle))
     end = BAR_X + step * max(1.0, forecast.tokens_per_cycle)
-    for number in range(max(1, whole)):
+    canvas.rect(BAR_X, y, end - BAR_X, _BAR_HEIGHT, fill=_AR_MORE, stroke=LINE)
+    canvas.rect(BAR_X, y, step, _BAR_HEIGHT, fill=_AR_FIRST, stroke=LINE)
+    for number in range(2, min(_STEPS_SHOWN, math.ceil(forecast.tokens_per_cycle))):
         left = BAR_X + number * step
-        width = min(step, end - left)
-        fill = _AR_MORE if number else _AR_FIRST
-        canvas.rect(left, y, width, _BAR_HEIGHT, fill=fill, stroke=LINE, role="step")
+        canvas.line((left, y), (left, y + _BAR_HEIGHT), width=1)
     label = first_fitting((f"AR {time_label(forecast.ar_us)}", "AR"), step - 8, 11)
     canvas.text(BAR_X + step / 2, y + 15, label, size=11, fill="#ffffff", anchor="middle")
     total_us = forecast.ar_us * max(1.0, forecast.tokens_per_cycle)
@@ -127,6 +126,7 @@ def _key(canvas: Canvas, figures: BucketFigures, y: float) -> float:
     if shares:
         shown = ", ".join(f"{100 * share:.0f}" for share in shares[:8])
         more = ", …" if len(shares) > 8 else ""
-        label = f"accepted at depth 1, 2, …: {shown}{more} % (measured)"
+        depths = f"1 to {len(shares)}" if len(shares) > 1 else "1"
+        label = f"accepted at depth {depths}: {shown}{more} % (measured)"
         canvas.text(RIGHT, y, label, size=11, fill=MUTED, anchor="end")
     return y + 8

@@ -9,6 +9,7 @@ from planner.inspect.figures import (
     context_label,
     cycle_label,
     format_of,
+    handovers,
     mask_counts,
     mask_rows,
     pass_us,
@@ -188,11 +189,9 @@ def _placement_lines(
     drafts = placement.kind is PassKind.DRAFT
     skipped = figures.skipped if drafts else frozenset[SubLayerId]()
     repeats = f" {TIMES}{figures.bucket.cycle.length}" if drafts else ""
-    handovers = max(0, len(placement.spans) - 1)
+    count = handovers(placement)
     crossing = (
-        f", {counted(handovers, 'handover')} of {bytes_label(placement.handover_bytes)} together"
-        if handovers
-        else ""
+        f", {counted(count, 'handover')} ({bytes_label(placement.handover_bytes)})" if count else ""
     )
     heading = (
         f"    {placement.kind.value}{repeats}: {time_label(pass_us(placement))} at width "

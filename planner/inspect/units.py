@@ -9,7 +9,7 @@ TIMES = "\N{MULTIPLICATION SIGN}"
 
 _TIME_STEPS = ((1e6, "s"), (1e3, "ms"), (0.0, "µs"))
 _BYTE_STEPS = ((1e9, "GB"), (1e6, "MB"), (1e3, "KB"))
-_PLAIN_FROM, _PLAIN_TO = 1e-6, 1e15
+_PLAIN_FROM, _PLAIN_TO = 1e-6, 1e9
 
 
 def three_digits(value: float) -> str:
@@ -51,7 +51,10 @@ def rate_label(tokens_per_s: float | None) -> str:
 
 def ratio_label(ratio: float | None) -> str:
     """A speedup."""
-    return MISSING if ratio is None else f"{ratio:.2f}{TIMES}"
+    if ratio is None:
+        return MISSING
+    # 0.987 and 1.02 in one column read better with equal decimals
+    return (f"{ratio:.2f}" if abs(ratio) < 10 else three_digits(ratio)) + TIMES
 
 
 def percent_label(share: float) -> str:

@@ -1,0 +1,211 @@
+"""Small ONNX graphs of one operator, to be timed: made of the very pieces of the plan's graphs.
+
+An operator stands in its graph several times, each time with weights or keys of its own, so that
+the working set leaves the caches as it does in a real pass. Each repeat has inputs and outputs of
+its own too; otherwise the optimiser would merge what repeats have in common.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+from onnx import TensorProto, numpy_helper
+
+from lowering.flash_image import rotary_tables
+from lowering.onnx_graphs import (
+    Nodes,
+    Template,
+    attend,
+    gated,
+    linear,
+    linear_constants,
+    norm,
+    onnx_model,
+    prologue,
+    split_heads,
+    switch,
+    tensor_info,
+)
+from profiles.points import AttentionShape, GlueShape, LinearShape
+from profiles.words import Format
+from runtime.model_spec import ModelSpec, RopeSpec, TokenizerSpec
+
+Array = np.ndarray[Any, Any]
+
+VALUE_STEPS = 2.0**17
+"""Grid steps per unit of value; 16 units still fit ``VALUE_BITS``."""
+
+INTERMEDIATE_PER_HIDDEN = 8 / 3
+"""Width of a gated MLP that has as many weights as a plain one of four times the hidden size."""
+
+
+class OperatorGraph(msgspec.Struct, frozen=True):
+    """One operator, several times over."""
+
+    model: bytes
+    """The serialised graph, weights inside: onnxruntime wants external ones to be files."""
+    repeats: int
+    """How often the operator runs in one run of the graph."""
+
+
+class WeightPool:
+    """Random weights handed out piece by piece, made once for all graphs of a measurement.
+
+    Graphs share the bytes, pieces of one graph do not overlap.
+    """
+
+    def __init__(self, weights: int, seed: int = 0) -> None:
+        random = np.random.default_rng(seed)
+        self.weights = weights
+        # 0 means -128, which quantisation never gives
+        self._bytes = np.maximum(np.frombuffer(random.bytes(weights), np.uint8), 1)
+        self._floats: Array | None = None
+        self._random = random
+
+    def matrices(self, shape: LinearShape, fmt: Format, count: int) -> Iterator[Array]:
+        """``count`` matrices [k, n] in ``fmt``, u8 or float32."""
+        size = shape.k * shape.n
+        if count * size > self.weights:
+            raise ValueError(f"{count} matrices of {size} weights out of {self.weights}")
+        pool = self._bytes if fmt is not Format.F32 else self._float_weights()
+        for index in range(count):
+            yield pool[index * size : (index + 1) * size].reshape(shape.k, shape.n)
+
+    def _float_weights(self) -> Array:
+        if self._floats is None:
+            self._floats = self._random.random(self.weights, np.float32) - np.float32(0.5)
+        return self._floats
+
+
+def linear_graph(shape: LinearShape, fmt: Format, repeats: int, pool: WeightPool) -> OperatorGraph:
+    """Products ``x.i`` [w, k] times constant weights ``w.i`` -> ``y.i`` [w, n]."""
+    g, constants = Nodes("linear"), dict(linear_constants(fmt))
+    for i, matrix in enumerate(pool.matrices(shape, fmt, repeats)):
+        constants[f"w.{i}"] = matrix
+        if fmt is not Format.F32:
+            # of the size that a model's have, so that outputs neither vanish nor overflow
+            scale = np.full(shape.n, 1 / (64 * math.sqrt(shape.k)), np.float32)
+            constants[f"w.{i}.scale"] = scale
+        g.named(f"y.{i}", "Identity", linear(g, f"x.{i}", f"w.{i}", fmt))
+    inputs = [tensor_info(f"x.{i}", ["w", shape.k]) for i in range(repeats)]
+    outputs = [tensor_info(f"y.{i}", ["w", shape.n]) for i in range(repeats)]
+    return _graph(g, inputs, outputs, constants, repeats)
+
+
+def attention_graph(shape: AttentionShape, context: int, repeats: int) -> OperatorGraph:
+    """Everything between the QKV product and the output product of ``repeats`` layers.
+
+    Inputs: ``qkv.i`` [w, (heads + 2 kv_heads) hd], ``key.i`` and ``value.i`` [kv_heads, t, hd],
+    ``hidden`` [w, heads hd] (only its width matters), ``positions`` [1, w] int64, ``mask``
+    [w, t + w]. Outputs: ``out.i`` [w, heads hd], ``new_key.i`` and ``new_value.i``
+    [kv_heads, w, hd]. Positions and t + w stay under ``context``.
+    """
+    spec = probe_spec(attention=shape, layers=repeats)
+    kv, hd, q_dim = spec.kv_heads, spec.head_dim, spec.heads * spec.head_dim
+    t, g = Template(spec, Format.F32, context), Nodes("attention")
+    constants = t.constants | rotary_tables(spec, context)
+    prologue(g)
+    inputs = [
+        tensor_info("hidden", ["w", q_dim]),
+        tensor_info("positions", [1, "w"], TensorProto.INT64),
+        tensor_info("mask", ["w", "slots"]),
+    ]
+    outputs: list[Any] = []
+    for i in range(repeats):
+        layer = f"layers.{i}"
+        constants[f"{layer}.value_grid"] = np.full(spec.kv_dim, VALUE_STEPS, np.float32)
+        constants[f"{layer}.value_ungrid"] = np.full(q_dim, 1 / VALUE_STEPS, np.float32)
+        q, k, v = split_heads(g, f"qkv.{i}", layer, t)
+        g.named(f"out.{i}", "Identity", attend(g, q, k, v, i, t))
+        g.named(f"new_key.{i}", "Identity", k)
+        g.named(f"new_value.{i}", "Identity", v)
+        inputs.append(tensor_info(f"qkv.{i}", ["w", q_dim + 2 * spec.kv_dim]))
+        inputs += [tensor_info(f"{kind}.{i}", [kv, "t", hd]) for kind in ("key", "value")]
+        outputs.append(tensor_info(f"out.{i}", ["w", q_dim]))
+        outputs += [tensor_info(f"new_{kind}.{i}", [kv, "w", hd]) for kind in ("key", "value")]
+    return _graph(g, inputs, outputs, constants, repeats)
+
+
+def glue_graph(shape: GlueShape, pairs: int) -> OperatorGraph:
+    """What remains of ``2 * pairs`` sub-layers, attention and MLP in turn, each behind its switch.
+
+    Attention keeps norm and residual, the MLP its activation besides. The residual adds the normed
+    row, since there is no product. Inputs: ``hidden`` [w, d], ``both.i`` [w, 2 n] (gate and up of
+    an MLP of ``INTERMEDIATE_PER_HIDDEN``), ``on.s`` bool scalars. Outputs: ``hidden_out`` [w, d],
+    ``gated.i`` [w, n].
+    """
+    spec = probe_spec(hidden=shape.hidden, layers=pairs)
+    g, constants = Nodes("glue"), {}
+    inputs = [tensor_info("hidden", ["w", spec.hidden])]
+    outputs = [tensor_info("hidden_out", ["w", spec.hidden])]
+    x = "hidden"
+    for sub_layer in range(2 * pairs):
+        constants[f"norm.{sub_layer}"] = np.ones(spec.hidden, np.float32)
+        inputs.append(tensor_info(f"on.{sub_layer}", [], TensorProto.BOOL))
+        inner = Nodes(f"sub_layer.{sub_layer}")
+        after = f"sub_layer.{sub_layer}.hidden"
+        results = {after: inner("Add", x, norm(inner, x, f"norm.{sub_layer}", spec))}
+        otherwise = [x]
+        if sub_layer % 2:
+            i = sub_layer // 2
+            inputs.append(tensor_info(f"both.{i}", ["w", 2 * spec.intermediate]))
+            outputs.append(tensor_info(f"gated.{i}", ["w", spec.intermediate]))
+            results[f"gated.{i}"] = gated(inner, f"both.{i}")
+            otherwise.append(f"both.{i}")
+        switch(g, sub_layer, inner, results, otherwise)
+        x = after
+    g.named("hidden_out", "Identity", x)
+    return _graph(g, inputs, outputs, constants, 2 * pairs)
+
+
+def node_chain(nodes: int) -> OperatorGraph:
+    """``nodes`` operators in a row that compute next to nothing: ``x`` [64] -> ``y`` [64]."""
+    g = Nodes("chain")
+    x = "x"
+    for _ in range(nodes - 1):
+        x = g("Sigmoid", x)
+    g.named("y", "Sigmoid", x)
+    return _graph(g, [tensor_info("x", [64])], [tensor_info("y", [64])], {}, nodes)
+
+
+def probe_spec(
+    *,
+    layers: int,
+    hidden: int = 64,
+    attention: AttentionShape | None = None,
+    vocab: int = 64,
+    max_context: int = 4096,
+) -> ModelSpec:
+    """A model that exists only to be timed: its dimensions matter, its tokens do not."""
+    shape = attention or AttentionShape(4, 2, 16)
+    return ModelSpec(
+        name="probe",
+        architecture="llama",
+        layers=layers,
+        hidden=hidden,
+        intermediate=round(hidden * INTERMEDIATE_PER_HIDDEN / 16) * 16,
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        vocab=vocab,
+        max_context=max_context,
+        norm_eps=1e-5,
+        rope=RopeSpec(theta=10_000.0),
+        tied_head=False,
+        tokenizer=TokenizerSpec(None, False, (), None, "0" * 64),
+        weights_digest="0" * 64,
+    )
+
+
+def _graph(
+    g: Nodes,
+    inputs: Sequence[Any],
+    outputs: Sequence[Any],
+    constants: Mapping[str, Array],
+    repeats: int,
+) -> OperatorGraph:
+    inside = [numpy_helper.from_array(np.asarray(array), name) for name, array in constants.items()]
+    model = onnx_model(g.scope, g, inputs, outputs, inside, [])
+    return OperatorGraph(model.SerializeToString(deterministic=True), repeats)

@@ -1,0 +1,279 @@
+"""Puts what was emitted, measured and decided together into the plan document."""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from lowering.emission import Emission
+from lowering.source import ModelSource
+from planner.buckets import representative
+from planner.calibrate import Calibration
+from planner.cycles import Option, decide, forecast
+from planner.memory import kv_bytes_per_token
+from planner.pass_tables import NGRAM_US, PassTimes, best_chunk, cost_tables
+from planner.placement import Machine, PlacedPass
+from planner.prompt_file import Split
+from planner.search import FINALISTS, BucketChoice, Mask
+from profiles.profile import digest, provenance_counts
+from profiles.words import Provenance, SubLayerId
+from runtime.plan import (
+    FORMAT,
+    Bucket,
+    CalibrationSummary,
+    Candidate,
+    Cycle,
+    Decision,
+    DeviceIdentity,
+    DraftSource,
+    ExecutionPlan,
+    KvLayout,
+    MemoryNeed,
+    PassKind,
+    Placement,
+    Prefill,
+    Quality,
+    SamplingRule,
+    SkipMask,
+)
+from runtime.sampling import GENERATOR
+
+GROWTH_TOKENS = 128
+HYSTERESIS_TOKENS = 32
+PREFILL_CONTEXT = 256
+
+
+class Decided(msgspec.Struct, frozen=True):
+    """The outcome of all decisions."""
+
+    machine: Machine
+    times: PassTimes
+    choices: tuple[BucketChoice, ...]
+    reported: tuple[Option, ...]
+    """The chosen option of each bucket as the report split has it."""
+    assignments: tuple[tuple[str, float], ...]
+    """Candidates for the target's assignment with the speed of their cycles, best first."""
+
+
+def assemble(
+    source: ModelSource,
+    emission: Emission,
+    decided: Decided,
+    calibration: Calibration,
+    quality: Quality,
+    need: MemoryNeed,
+    budget_bytes: int,
+    context: int,
+) -> ExecutionPlan:
+    """The plan; deterministic in its arguments."""
+    times, profile = decided.times, decided.machine.profile
+    masks = all_masks(decided.choices)
+    chunk = best_chunk(times, min(PREFILL_CONTEXT, context))
+    buckets = tuple(
+        Bucket(c.start, c.end, with_mask(c.ranked[0], masks), forecast(option, c.off))
+        for c, option in zip(decided.choices, decided.reported, strict=True)
+    )
+    return ExecutionPlan(
+        format=FORMAT,
+        model=source.spec,
+        device=device_identity(decided.machine, budget_bytes),
+        target_format=decided.machine.format,
+        numerics=times.classes,
+        context=context,
+        prefill=Prefill(chunk),
+        masks=tuple(SkipMask(i, mask) for i, mask in enumerate(masks)),
+        buckets=buckets,
+        hysteresis_tokens=HYSTERESIS_TOKENS,
+        placements=tuple(
+            placement
+            for index, (choice, bucket) in enumerate(zip(decided.choices, buckets, strict=True))
+            for placement in placements(times, index, choice, bucket.cycle, chunk)
+        ),
+        tables=cost_tables(times, masks, context),
+        graphs=emission.graphs,
+        weights=emission.weights,
+        tensors=emission.tensors,
+        tokenizer=emission.tokenizer,
+        kv=KvLayout(GROWTH_TOKENS, kv_bytes_per_token(source.spec)),
+        sampling=SamplingRule(GENERATOR),
+        quality=quality,
+        calibration=summary(calibration),
+        memory=need,
+        energy_j_per_token=energy(times, decided),
+        decisions=decisions(decided),
+        assumptions=assumptions(decided, calibration),
+    )
+
+
+def all_masks(choices: Sequence[BucketChoice]) -> list[Mask]:
+    """The full target, then every mask that is chosen or was a finalist, each once."""
+    masks: list[Mask] = [()]
+    for choice in choices:
+        for mask in (choice.ranked[0].skipped, *choice.masks[:FINALISTS]):
+            if mask not in masks:
+                masks.append(mask)
+    return masks
+
+
+def with_mask(option: Option, masks: Sequence[Mask]) -> Cycle:
+    """The option's cycle with the number of its mask."""
+    return msgspec.structs.replace(option.cycle, mask=masks.index(option.skipped))
+
+
+def device_identity(machine: Machine, budget_bytes: int) -> DeviceIdentity:
+    """The profile by name, chip and digest."""
+    profile = machine.profile
+    threads = profile.processor(machine.cpu).threads
+    return DeviceIdentity(profile.name, profile.soc, digest(profile), budget_bytes, threads)
+
+
+def placements(
+    times: PassTimes, index: int, choice: BucketChoice, cycle: Cycle, chunk: int
+) -> list[Placement]:
+    """The passes of a bucket as they are placed."""
+    at = representative(choice.start, choice.end)
+    rows = cycle.length + 1
+    passes = [
+        (PassKind.PREFILL, chunk, 1, times.committing(chunk, at, head_rows=1)),
+        (PassKind.AR, 1, 1, times.committing(1, at)),
+    ]
+    if cycle.draft is not DraftSource.OFF:
+        passes.append((PassKind.VERIFY, rows, rows, times.committing(rows, at)))
+    if cycle.draft is DraftSource.SKIP:
+        passes.append((PassKind.DRAFT, 1, 1, times.drafting(choice.ranked[0].skipped, at)))
+    head = times.target.head
+    return [
+        Placement(
+            bucket=index,
+            kind=kind,
+            width=width if kind is PassKind.DRAFT else times.padded(width),
+            context=at,
+            spans=placed.spans,
+            head_processor=placed.head_processor if kind is PassKind.DRAFT else head,
+            head_rows=head_rows,
+            head_us=placed.head_us,
+            handover_bytes=placed.handover_bytes,
+        )
+        for kind, width, head_rows, placed in passes
+    ]
+
+
+def summary(calibration: Calibration) -> CalibrationSummary:
+    """Where the acceptance numbers come from."""
+    return CalibrationSummary(
+        digest=calibration.digest,
+        prompts=sum(len(calibration.texts(split)) for split in Split),
+        search_positions=calibration.positions(Split.SEARCH),
+        rescore_positions=calibration.positions(Split.RESCORE),
+        report_positions=calibration.positions(Split.REPORT),
+    )
+
+
+def energy(times: PassTimes, decided: Decided) -> float | None:
+    """Joules per token in the first bucket; None where a processor's power is unknown."""
+    choice, option = decided.choices[0], decided.reported[0]
+    at = representative(choice.start, choice.end)
+    busy: dict[str, float] = {}
+    rows = max(1, round(option.drafted) + 1)
+    passes: list[PlacedPass] = [times.committing(rows, at)]
+    if option.skipped:
+        passes += [times.drafting(option.skipped, at)] * option.cycle.length
+    for placed in passes:
+        for processor, us in placed.busy_us.items():
+            busy[processor] = busy.get(processor, 0.0) + us
+    joules = 0.0
+    for processor, us in busy.items():
+        power = decided.machine.profile.processor(processor).power_watt
+        if power is None:
+            return None
+        joules += power.value * us / 1e6
+    return joules / option.tokens
+
+
+def decisions(decided: Decided) -> tuple[Decision, ...]:
+    """The record of every pass."""
+    names = [
+        decide(
+            f"cycle[{index}]",
+            choice.ranked,
+            choice.off,
+            note=f"context {choice.start} to {choice.end}; speeds of the re-score split,"
+            f" priced at {representative(choice.start, choice.end)} tokens",
+        )
+        for index, choice in enumerate(decided.choices)
+    ]
+    return (placement_decision(decided), *map(mask_decision, enumerate(decided.choices)), *names)
+
+
+def placement_decision(decided: Decided) -> Decision:
+    """Where the target runs."""
+    ranking = decided.assignments
+    (name, speed), *rivals = ranking
+    reasons = "; ".join(decided.machine.reasons.values())
+    flips = "there is one processor"
+    if rivals:
+        flips = f"the times of {rivals[0][0]} fall by {1 - rivals[0][1] / speed:.1%}"
+    return Decision(
+        name="placement",
+        chosen=name,
+        objective="predicted tokens per second of the best cycles, geometric mean over buckets",
+        value=speed,
+        solver="NetworkX shortest path per width, every candidate priced with its own cycles",
+        gap=0.0,
+        candidates=tuple(Candidate(*entry) for entry in ranking),
+        flips_when=flips,
+        note=reasons or "AR, verify and prefill share this assignment: one numerics class each",
+    )
+
+
+def mask_decision(entry: tuple[int, BucketChoice]) -> Decision:
+    """Which sub-layers would draft best in a bucket, whether or not they do."""
+    index, choice = entry
+    best = {o.skipped: o for o in reversed(choice.ranked) if o.skipped}
+    options = sorted(best.values(), key=lambda o: -o.tokens_per_s)
+    chosen = options[0]
+    return Decision(
+        name=f"layers[{index}]",
+        chosen=f"leave out {len(chosen.skipped)}: {numbers(chosen.skipped)}",
+        objective="predicted tokens per second of the best chain under the mask",
+        value=chosen.tokens_per_s,
+        solver="OR-Tools knapsack (branch and bound, optimal per budget and surrogate),"
+        " survivors re-scored by measured agreement",
+        gap=None,
+        candidates=tuple(
+            Candidate(f"leave out {len(o.skipped)}: {numbers(o.skipped)}", o.tokens_per_s)
+            for o in options
+        ),
+        flips_when=mask_flip(options),
+        note=f"{len(choice.masks)} sets measured; agreement by depth "
+        + ", ".join(f"{rate:.2f}" for rate in chosen.acceptance),
+    )
+
+
+def mask_flip(options: Sequence[Option]) -> str:
+    """What would make the second mask win."""
+    if len(options) < 2:
+        return "no other set was measured to full depth"
+    first, second = options[:2]
+    needed = first.tokens_per_s * second.us / 1e6
+    return f"the second set commits {needed:.2f} tokens per cycle instead of {second.tokens:.2f}"
+
+
+def numbers(sub_layers: Sequence[SubLayerId]) -> str:
+    """Sub-layers as ``a3`` (attention of layer 3) and ``m7`` (MLP of layer 7)."""
+    return " ".join(f"{'am'[s % 2]}{s // 2}" for s in sub_layers)
+
+
+def assumptions(decided: Decided, calibration: Calibration) -> tuple[str, ...]:
+    """What the predictions rest on."""
+    profile = decided.machine.profile
+    counts = provenance_counts(profile)
+    parts = ", ".join(f"{counts[p]} {p}" for p in Provenance if counts.get(p))
+    longest = max(len(text.tokens) for split in Split for text in calibration.texts(split))
+    notes = [
+        f"device times: profile {profile.name}, {parts} numbers; the cold state",
+        f"acceptance was measured at contexts up to {longest} tokens and is taken to hold beyond",
+        f"an n-gram look-up takes {NGRAM_US:.0f} us (assumed)",
+    ]
+    if profile.name != "host":
+        notes.append("nothing was measured on this device: all its times are predictions")
+    return tuple(notes)

@@ -1,0 +1,47 @@
+"""What a plan needs in DRAM, part by part, and whether the budget allows it."""
+
+from planner.roofline import WEIGHT_BYTES
+from profiles.errors import InfeasibleError
+from profiles.words import Format
+from runtime.model_spec import ModelSpec
+from runtime.plan import MemoryNeed
+
+F32_BYTES = 4
+INTERPRETER_BYTES = 250 << 20
+"""Python, numpy and ONNX Runtime with their buffers; measured on x86-64 Linux at 190 to 240 MiB."""
+MEBIBYTE = 1 << 20
+
+
+def memory_need(spec: ModelSpec, fmt: Format, context: int) -> MemoryNeed:
+    """Predicted peak of a resident plan with a full context."""
+    matrices = 2 * spec.hidden * (spec.heads * spec.head_dim + spec.kv_dim)
+    matrices += 3 * spec.hidden * spec.intermediate
+    weights = spec.layers * matrices + spec.hidden * spec.vocab
+    return MemoryNeed(
+        weights_bytes=round(weights * WEIGHT_BYTES[fmt]),
+        kv_bytes=context * kv_bytes_per_token(spec),
+        interpreter_bytes=INTERPRETER_BYTES,
+    )
+
+
+def kv_bytes_per_token(spec: ModelSpec) -> int:
+    """One key and one value row per layer, float32."""
+    return 2 * F32_BYTES * spec.layers * spec.kv_dim
+
+
+def check_budget(need: MemoryNeed, budget_bytes: int) -> None:
+    """``InfeasibleError`` that says the smallest budget that works."""
+    total = need.weights_bytes + need.kv_bytes + need.interpreter_bytes
+    if total <= budget_bytes:
+        return
+    parts = (
+        f"weights {need.weights_bytes // MEBIBYTE} MiB, keys and values"
+        f" {need.kv_bytes // MEBIBYTE} MiB, interpreter {need.interpreter_bytes // MEBIBYTE} MiB"
+    )
+    raise InfeasibleError(
+        "the plan does not fit into memory",
+        found=f"{-(-total // MEBIBYTE)} MiB: {parts}",
+        expected=f"at most {budget_bytes // MEBIBYTE} MiB",
+        hint=f"the smallest budget that works is --dram-budget {-(-total // MEBIBYTE)}MiB;"
+        " a shorter --context or a smaller --target-format needs less",
+    )

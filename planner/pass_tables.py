@@ -1,0 +1,121 @@
+"""Times of whole passes on a device: the tables that a plan carries and its cycles are priced with.
+
+Passes that commit run under the target's one assignment, since their numerics must not change; a
+draft's state is thrown away, so each of its passes takes the placement that is fastest for it.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from planner.placement import Assignment, Machine, PlacedPass, Work, place, price
+from profiles.errors import FulcrumError
+from profiles.profile import DeviceProfile
+from profiles.words import ProcessorKind, SubLayerId
+from runtime.model_spec import ModelSpec
+from runtime.plan import CostTables, NumericsClass, PassKind, PassTable
+
+WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32, 48, 64)
+NGRAM_US = 10.0
+"""One look-up in a dictionary and the update after it; assumed."""
+
+
+def context_grid(context: int) -> tuple[int, ...]:
+    """Contexts that the tables list: powers of two from 64 up to ``context``."""
+    grid = [64]
+    while grid[-1] * 2 < context:
+        grid.append(grid[-1] * 2)
+    return (*grid, context)
+
+
+class PassTimes:
+    """Prices of the passes of one model on one device with one assignment of the target."""
+
+    def __init__(self, machine: Machine, target: Assignment) -> None:
+        self.machine = machine
+        self.target = target
+        self.cycle_us = machine.profile.cycle_us.value
+        self.all = tuple(SubLayerId(i) for i in range(machine.spec.sub_layers))
+        self.classes = numerics_classes(machine, target)
+
+    def padded(self, rows: int) -> int:
+        """Width of a pass of ``rows`` that commits."""
+        step = max(c.width_step for c in self.classes)
+        least = max(rows, *(c.min_width for c in self.classes))
+        return -(-least // step) * step
+
+    def committing(self, rows: int, context: int, head_rows: int | None = None) -> PlacedPass:
+        """AR, verify or prefill: ``rows`` tokens through the full target."""
+        head = rows if head_rows is None else head_rows
+        placed = price(
+            self.machine, self.target, Work(self.all, self.padded(rows), head, context)
+        )
+        if placed is None:
+            raise FulcrumError("the target's assignment cannot run", where=self.target.head)
+        return placed
+
+    def drafting(self, skipped: Iterable[SubLayerId], context: int) -> PlacedPass:
+        """One drafted token under a skip mask, placed freely."""
+        left_out = set(skipped)
+        kept = tuple(i for i in self.all if i not in left_out)
+        work = Work(kept, 1, 1, context)
+        placed = price(self.machine, place(self.machine, work), work)
+        if placed is None:
+            raise FulcrumError("the draft's assignment cannot run")
+        return placed
+
+
+def numerics_classes(machine: Machine, target: Assignment) -> tuple[NumericsClass, ...]:
+    """The target's assignment as ranges of sub-layers."""
+    classes: list[NumericsClass] = []
+    for index, name in enumerate(target.sub_layers):
+        end = SubLayerId(index + 1)
+        if classes and classes[-1].processor == name:
+            last = classes.pop()
+            first = last.first
+        else:
+            first = SubLayerId(index)
+        processor = machine.profile.processor(name)
+        classes.append(
+            NumericsClass(
+                first=first,
+                end=end,
+                processor=name,
+                processor_kind=processor.kind,
+                format=machine.format,
+                min_width=narrowest(machine.spec, processor.kind),
+                width_step=processor.width_step,
+            )
+        )
+    return tuple(classes)
+
+
+def narrowest(spec: ModelSpec, kind: ProcessorKind) -> int:
+    """A CPU matrix product of one row takes another kernel: without query groups, run two rows."""
+    return 2 if kind is ProcessorKind.CPU and spec.heads == spec.kv_heads else 1
+
+
+def cost_tables(
+    times: PassTimes, masks: Sequence[Sequence[SubLayerId]], context: int
+) -> CostTables:
+    """What the runtime looks up. ``masks[0]`` is the full target; tables exclude the head."""
+    contexts = context_grid(context)
+    full = tuple(
+        tuple(_without_head(times.committing(width, at)) for at in contexts) for width in WIDTHS
+    )
+    tables = [
+        PassTable(kind, 0, WIDTHS, contexts, full) for kind in (PassKind.AR, PassKind.VERIFY)
+    ]
+    for index, skipped in enumerate(masks):
+        row = tuple(_without_head(times.drafting(skipped, at)) for at in contexts)
+        tables.append(PassTable(PassKind.DRAFT, index, (1,), contexts, (row,)))
+    head = tuple(times.committing(width, contexts[0]).head_us for width in WIDTHS)
+    return CostTables(tuple(tables), WIDTHS, head, times.cycle_us, NGRAM_US)
+
+
+def _without_head(placed: PlacedPass) -> float:
+    return placed.us - placed.head_us
+
+
+def best_chunk(times: PassTimes, context: int) -> int:
+    """Prefill chunk of least time per token."""
+    chunks = [width for width in WIDTHS if width >= 8]
+    return min(chunks, key=lambda w: times.committing(w, context, head_rows=1).us / w)

@@ -1,0 +1,233 @@
+"""Which processor runs which sub-layer of a pass: a shortest path over (stage, processor) states.
+
+A decoder is a chain: sub-layers in order, then the LM head; it starts and ends on the CPU, where
+the embedding is looked up and the token is chosen. A path through one state per stage prices every
+operator, hand-over and synchronisation exactly; convexity needs no test, since a run of stages on
+one processor is one segment. Where a processor's memory limit binds, the state also counts the
+weight bytes placed there.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+import networkx as nx
+
+from planner.cost import head_us, sub_layer_us
+from planner.roofline import WEIGHT_BYTES
+from profiles.errors import InfeasibleError, UnsupportedError
+from profiles.profile import DeviceProfile
+from profiles.words import Format, ProcessorKind, SubLayerId, SubLayerKind, kind_of
+from runtime.model_spec import ModelSpec
+from runtime.plan import Span
+
+F32_BYTES = 4
+MEMORY_STEPS = 256
+"""Resolution at which bytes are counted where a memory limit binds."""
+
+
+class Work(NamedTuple):
+    """What a pass has to do."""
+
+    sub_layers: tuple[SubLayerId, ...]
+    """Those that run, ascending."""
+    width: int
+    head_rows: int
+    context: int
+
+
+class Assignment(msgspec.Struct, frozen=True):
+    """A processor for each of the 2L sub-layers and for the head."""
+
+    sub_layers: tuple[str, ...]
+    head: str
+
+
+class PlacedPass(msgspec.Struct, frozen=True):
+    """A pass under an assignment, priced."""
+
+    spans: tuple[Span, ...]
+    head_processor: str
+    head_us: float
+    """The head with the hand-over to it and back to the CPU."""
+    handover_bytes: int
+    us: float
+    busy_us: dict[str, float]
+    """Time by processor."""
+
+
+class Machine:
+    """Prices of one model in one format on one device; unsupported operators cost no number."""
+
+    def __init__(self, profile: DeviceProfile, spec: ModelSpec, fmt: Format) -> None:
+        self.profile = profile
+        self.spec = spec
+        self.format = fmt
+        self.cpu = next(p.id for p in profile.processors if p.kind is ProcessorKind.CPU)
+        self.reasons: dict[str, str] = {}
+        """Why a processor was not considered, by processor."""
+
+    def stage_us(self, processor: str, stage: SubLayerId | None, work: Work) -> float | None:
+        """Time of a sub-layer, or of the head (None); None where the processor cannot."""
+        try:
+            if stage is None:
+                return head_us(
+                    self.profile, processor, self.spec, self.format, work.head_rows
+                )
+            return sub_layer_us(
+                *(self.profile, processor, self.spec, kind_of(stage), self.format),
+                *(work.width, work.context),
+            )
+        except UnsupportedError as error:
+            self.reasons.setdefault(processor, str(error))
+            return None
+
+    def handover_us(self, source: str, target: str, size_bytes: int) -> float:
+        """Handing ``size_bytes`` on; 0 when nothing changes hands."""
+        if source == target:
+            return 0.0
+        ends = [self.profile.processor(name) for name in (source, target)]
+        rate = min(end.bandwidth_bytes_per_s.value for end in ends)
+        # A processor's sync covers the way there and back; the CPU waits on both.
+        sync = ends[1].sync_us.value if target != self.cpu else 0.0
+        return sync + 1e6 * size_bytes / rate
+
+    def weight_bytes(self, stage: SubLayerId | None) -> int:
+        """Weights of a stage in the format."""
+        spec = self.spec
+        if stage is None:
+            count = spec.hidden * spec.vocab
+        elif kind_of(stage) is SubLayerKind.MLP:
+            count = 3 * spec.hidden * spec.intermediate
+        else:
+            count = 2 * spec.hidden * (spec.heads * spec.head_dim + spec.kv_dim)
+        return round(count * WEIGHT_BYTES[self.format])
+
+    def hidden_bytes(self, work: Work) -> int:
+        """Hidden rows of a pass."""
+        return work.width * self.spec.hidden * F32_BYTES
+
+    def logit_bytes(self, work: Work) -> int:
+        """Logits of a pass."""
+        return work.head_rows * self.spec.vocab * F32_BYTES
+
+
+def price(machine: Machine, assignment: Assignment, work: Work) -> PlacedPass | None:
+    """``work`` under ``assignment``; None where a processor cannot run its part."""
+    spans: list[Span] = []
+    here, rows, crossed = machine.cpu, machine.hidden_bytes(work), 0
+    busy: dict[str, float] = {}
+    for stage in work.sub_layers:
+        there = assignment.sub_layers[stage]
+        us = machine.stage_us(there, stage, work)
+        if us is None:
+            return None
+        busy[there] = busy.get(there, 0.0) + us
+        move = machine.handover_us(here, there, rows)
+        crossed += rows if there != here else 0
+        if spans and there == here:
+            last = spans[-1]
+            us += last.compute_us
+            spans[-1] = Span(last.first, SubLayerId(stage + 1), there, us, last.transfer_us)
+        else:
+            spans.append(Span(stage, SubLayerId(stage + 1), there, us, move))
+        here = there
+    head = machine.stage_us(assignment.head, None, work)
+    if head is None:
+        return None
+    busy[assignment.head] = busy.get(assignment.head, 0.0) + head
+    head += machine.handover_us(here, assignment.head, rows)
+    head += machine.handover_us(assignment.head, machine.cpu, machine.logit_bytes(work))
+    crossed += rows if assignment.head != here else 0
+    total = head + sum(span.compute_us + span.transfer_us for span in spans)
+    covering = _covering(spans, machine.spec.sub_layers)
+    return PlacedPass(covering, assignment.head, head, crossed, total, busy)
+
+
+def _covering(spans: Sequence[Span], sub_layers: int) -> tuple[Span, ...]:
+    """``spans`` widened over the sub-layers that the pass leaves out."""
+    firsts = [SubLayerId(0), *(span.first for span in spans[1:])]
+    ends = [*firsts[1:], SubLayerId(sub_layers)]
+    return tuple(
+        msgspec.structs.replace(span, first=first, end=end)
+        for span, first, end in zip(spans, firsts, ends, strict=False)
+    )
+
+
+def place(machine: Machine, work: Work) -> Assignment:
+    """The assignment of least time; sub-layers that do not run go with their predecessor.
+
+    ``InfeasibleError`` when some stage runs nowhere or does not fit.
+    """
+    path = _shortest(machine, work, memory=False)
+    if path is None or not _fits(machine, path, work):
+        path = _shortest(machine, work, memory=True)
+    if path is None:
+        raise InfeasibleError(
+            "no processor can hold and run the model",
+            where=machine.profile.name,
+            found="; ".join(machine.reasons.values()) or "weights beyond the memory limits",
+            hint="choose another --target-format",
+        )
+    *layers, head = path
+    by_stage = dict(zip(work.sub_layers, layers, strict=True))
+    assigned: list[str] = []
+    for sub_layer in range(machine.spec.sub_layers):
+        before = assigned[-1] if assigned else (layers[0] if layers else machine.cpu)
+        assigned.append(by_stage.get(SubLayerId(sub_layer), before))
+    return Assignment(tuple(assigned), head)
+
+
+def _limit_bytes(machine: Machine, processor: str) -> float:
+    limit = machine.profile.processor(processor).memory_limit_bytes
+    return limit.value if limit is not None else float("inf")
+
+
+def _fits(machine: Machine, path: Sequence[str], work: Work) -> bool:
+    used: dict[str, int] = {}
+    for processor, stage in zip(path, (*work.sub_layers, None), strict=True):
+        used[processor] = used.get(processor, 0) + machine.weight_bytes(stage)
+    return all(size <= _limit_bytes(machine, name) for name, size in used.items())
+
+
+def _shortest(machine: Machine, work: Work, memory: bool) -> list[str] | None:
+    """Processors by stage, the head's last; ties go to the processor named first."""
+    graph = state_graph(machine, work, memory)
+    if "end" not in graph:
+        return None
+    path = nx.shortest_path(graph, "start", "end", weight="us")
+    return [state[1] for state in path[1:-1]]
+
+
+def state_graph(machine: Machine, work: Work, memory: bool) -> "nx.DiGraph":
+    """States (stage index, processor, memory steps used), edges priced in ``us``.
+
+    Only one processor with a memory limit is counted, which is all that phones have.
+    """
+    graph = nx.DiGraph()
+    graph.add_node("start")
+    limited = [p.id for p in machine.profile.processors if p.memory_limit_bytes] if memory else []
+    rows = machine.hidden_bytes(work)
+    layer: dict[tuple[str, int], object] = {(machine.cpu, 0): "start"}
+    stages: tuple[SubLayerId | None, ...] = (*work.sub_layers, None)
+    for index, stage in enumerate(stages):
+        following: dict[tuple[str, int], object] = {}
+        for there in (p.id for p in machine.profile.processors):
+            us = machine.stage_us(there, stage, work)
+            if us is None:
+                continue
+            for (here, used), state in layer.items():
+                after = used
+                if there in limited:
+                    step = _limit_bytes(machine, there) / MEMORY_STEPS
+                    after += -int(-machine.weight_bytes(stage) // step)
+                if after > MEMORY_STEPS:
+                    continue
+                node = (index, there, after)
+                graph.add_edge(state, node, us=us + machine.handover_us(here, there, rows))
+                following[there, after] = node
+        layer = following
+    for (here, _), state in layer.items():
+        back = machine.handover_us(here, machine.cpu, machine.logit_bytes(work))
+        graph.add_edge(state, "end", us=back)
+    return graph
