@@ -28,6 +28,7 @@ from lowering.onnx_graphs import (
     switch,
     tensor_info,
 )
+from lowering.quantize import ZERO_POINT
 from profiles.points import AttentionShape, GlueShape, LinearShape
 from profiles.words import Format
 from runtime.model_spec import ModelSpec, RopeSpec, TokenizerSpec
@@ -50,39 +51,10 @@ class OperatorGraph(msgspec.Struct, frozen=True):
     """How often the operator runs in one run of the graph."""
 
 
-class WeightPool:
-    """Random weights handed out piece by piece, made once for all graphs of a measurement.
-
-    Graphs share the bytes, pieces of one graph do not overlap.
-    """
-
-    def __init__(self, weights: int, seed: int = 0) -> None:
-        random = np.random.default_rng(seed)
-        self.weights = weights
-        # 0 means -128, which quantisation never gives
-        self._bytes = np.maximum(np.frombuffer(random.bytes(weights), np.uint8), 1)
-        self._floats: Array | None = None
-        self._random = random
-
-    def matrices(self, shape: LinearShape, fmt: Format, count: int) -> Iterator[Array]:
-        """``count`` matrices [k, n] in ``fmt``, u8 or float32."""
-        size = shape.k * shape.n
-        if count * size > self.weights:
-            raise ValueError(f"{count} matrices of {size} weights out of {self.weights}")
-        pool = self._bytes if fmt is not Format.F32 else self._float_weights()
-        for index in range(count):
-            yield pool[index * size : (index + 1) * size].reshape(shape.k, shape.n)
-
-    def _float_weights(self) -> Array:
-        if self._floats is None:
-            self._floats = self._random.random(self.weights, np.float32) - np.float32(0.5)
-        return self._floats
-
-
-def linear_graph(shape: LinearShape, fmt: Format, repeats: int, pool: WeightPool) -> OperatorGraph:
+def linear_graph(shape: LinearShape, fmt: Format, repeats: int) -> OperatorGraph:
     """Products ``x.i`` [w, k] times constant weights ``w.i`` -> ``y.i`` [w, n]."""
     g, constants = Nodes("linear"), dict(linear_constants(fmt))
-    for i, matrix in enumerate(pool.matrices(shape, fmt, repeats)):
+    for i, matrix in enumerate(_matrices(shape, fmt, repeats)):
         constants[f"w.{i}"] = matrix
         if fmt is not Format.F32:
             # of the size that a model's have, so that outputs neither vanish nor overflow
@@ -197,6 +169,18 @@ def probe_spec(
         tokenizer=TokenizerSpec(None, False, (), None, "0" * 64),
         weights_digest="0" * 64,
     )
+
+
+def _matrices(shape: LinearShape, fmt: Format, count: int) -> Iterator[Array]:
+    """``count`` different matrices [k, n], u8 as ``quantize_channels`` gives them or float32."""
+    # of prime length, so that no matrix is a shifted copy of its neighbours row by row
+    steps = np.random.default_rng(0).integers(1, 256, 65_521, np.uint8)
+    stored = np.resize(steps, (count, shape.k, shape.n))
+    if fmt is not Format.F32:
+        yield from stored
+        return
+    for matrix in stored:
+        yield (matrix.astype(np.float32) - ZERO_POINT) / np.float32(64 * math.sqrt(shape.k))
 
 
 def _graph(

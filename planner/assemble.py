@@ -6,7 +6,6 @@ import msgspec
 
 from lowering.emission import Emission
 from lowering.source import ModelSource
-from planner.buckets import representative
 from planner.calibrate import Calibration
 from planner.cycles import Option, decide, forecast
 from planner.memory import kv_bytes_per_token
@@ -69,7 +68,7 @@ def assemble(
     masks = all_masks(decided.choices)
     chunk = best_chunk(times, min(PREFILL_CONTEXT, context))
     buckets = tuple(
-        Bucket(c.start, c.end, with_mask(c.ranked[0], masks), forecast(option, c.off))
+        Bucket(c.range.start, c.range.end, with_mask(c.ranked[0], masks), forecast(option, c.off))
         for c, option in zip(decided.choices, decided.reported, strict=True)
     )
     return ExecutionPlan(
@@ -130,7 +129,7 @@ def placements(
     times: PassTimes, index: int, choice: BucketChoice, cycle: Cycle, chunk: int
 ) -> list[Placement]:
     """The passes of a bucket as they are placed."""
-    at = representative(choice.start, choice.end)
+    at = choice.range.middle
     rows = cycle.length + 1
     passes = [
         (PassKind.PREFILL, chunk, 1, times.committing(chunk, at, head_rows=1)),
@@ -171,7 +170,7 @@ def summary(calibration: Calibration) -> CalibrationSummary:
 def energy(times: PassTimes, decided: Decided) -> float | None:
     """Joules per token in the first bucket; None where a processor's power is unknown."""
     choice, option = decided.choices[0], decided.reported[0]
-    at = representative(choice.start, choice.end)
+    at = choice.range.middle
     busy: dict[str, float] = {}
     rows = max(1, round(option.drafted) + 1)
     passes: list[PlacedPass] = [times.committing(rows, at)]
@@ -196,8 +195,8 @@ def decisions(decided: Decided) -> tuple[Decision, ...]:
             f"cycle[{index}]",
             choice.ranked,
             choice.off,
-            note=f"context {choice.start} to {choice.end}; speeds of the re-score split,"
-            f" priced at {representative(choice.start, choice.end)} tokens",
+            note=f"context {choice.range.start} to {choice.range.end}; speeds of the re-score split,"
+            f" priced at {choice.range.middle} tokens",
         )
         for index, choice in enumerate(decided.choices)
     ]
@@ -244,7 +243,8 @@ def mask_decision(entry: tuple[int, BucketChoice]) -> Decision:
             for o in options
         ),
         flips_when=mask_flip(options),
-        note=f"{len(choice.masks)} sets measured; agreement by depth "
+        note=f"{len(choice.masks)} sets measured, {choice.hopeless} proposed ones could not pay"
+        " even if every token were accepted; agreement by depth "
         + ", ".join(f"{rate:.2f}" for rate in chosen.acceptance),
     )
 

@@ -11,7 +11,7 @@ from lowering.source import ModelSource, open_model
 from planner.assemble import Decided, assemble
 from planner.cache import cache_folder
 from planner.calibrate import Calibration, Report, calibration_digest
-from planner.host_profile import host_profile
+host_profile=None
 from planner.memory import check_budget, memory_need
 from planner.pass_tables import PassTimes
 from planner.placement import Assignment, Machine, Work, place
@@ -155,7 +155,7 @@ def describe(assignment: Assignment) -> str:
 
 def decide(machine: Machine, calibration: Calibration, context: int) -> Decided:
     """Cycles under every candidate assignment; the assignment whose cycles are fastest."""
-    search = Search(calibration, context)
+    search = Search(machine, calibration, context)
     tried: list[tuple[float, str, PassTimes, list[BucketChoice]]] = []
     for name, assignment in target_assignments(machine):
         times = PassTimes(machine, assignment)

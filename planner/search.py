@@ -1,16 +1,18 @@
-"""Searches drafts for one assignment of the target: proposals, measured agreement, best cycles."""
+"""Searches drafts: proposals of the knapsack, measured agreement, n-gram replays, best cycles."""
 
+import math
 from collections.abc import Sequence
 
 import msgspec
 
-from planner.buckets import edges, representative
+from planner.agreement import DepthCounts
+from planner.buckets import Range, ranges
 from planner.calibrate import Calibration
 from planner.cycles import Option, best, ngram_option, off_option, skip_option
-from planner.layers import Proposal, propose
+from planner.layers import Proposal, Surrogate, propose, values
 from planner.lookup import LookupOutcome, replay, replay_all
 from planner.pass_tables import PassTimes
-from planner.placement import Work
+from planner.placement import Machine
 from planner.prompt_file import Split
 from profiles.words import SubLayerId
 from runtime.plan import DraftSource
@@ -19,6 +21,8 @@ DEPTH = 6
 """Longest chain that a skip mask drafts."""
 FINALISTS = 2
 """Masks that are measured to full depth in a bucket, and n-gram settings that are re-scored."""
+ALL_ACCEPTED = DepthCounts((0,), (1,))
+"""Counts whose rate is 1."""
 
 Mask = tuple[SubLayerId, ...]
 
@@ -26,41 +30,51 @@ Mask = tuple[SubLayerId, ...]
 class BucketChoice(msgspec.Struct, frozen=True):
     """A bucket with its options."""
 
-    start: int
-    end: int
+    range: Range
     ranked: tuple[Option, ...]
     """Fastest first, on the re-score split."""
     off: Option
     masks: tuple[Mask, ...]
     """Skip masks that were measured, most promising first."""
+    hopeless: int
+    """Proposed masks that lose even if every drafted token is accepted."""
 
 
 class Search:
     """Draft options by bucket; agreement is measured once per mask, whatever asks for it."""
 
-    def __init__(self, calibration: Calibration, context: int) -> None:
+    def __init__(self, machine: Machine, calibration: Calibration, context: int) -> None:
         self._calibration = calibration
-        self._context = context
+        losses = calibration.skip_losses()
+        self._worth = values(losses, Surrogate.AGREEMENT)
+        self._proposals = [
+            (part, propose(losses, _units(part, machine.spec.sub_layers)))
+            for part in ranges(machine, context)
+        ]
         self._lookups: list[LookupOutcome] | None = None
 
     def run(self, times: PassTimes) -> list[BucketChoice]:
         """All buckets under one assignment of the target."""
-        return [self._bucket(times, *edge) for edge in edges(times, self._context)]
+        return [self._bucket(times, part, proposed) for part, proposed in self._proposals]
 
-    def _bucket(self, times: PassTimes, start: int, end: int) -> BucketChoice:
-        at = representative(start, end)
+    def _bucket(
+        self, times: PassTimes, part: Range, proposals: Sequence[Proposal]
+    ) -> BucketChoice:
+        at = part.middle
         off = off_option(times, at)
-        proposals = propose(self._calibration.skip_losses(), self._costs(times, at))
-        masks = self._promising(times, at, proposals)
         options = [off, *self._lookup_options(times, at)]
+        to_beat = max(option.tokens_per_s for option in options)
+        hopeful = self._hopeful(times, at, proposals, to_beat)
+        masks = self._promising(times, at, hopeful)
         for mask in masks[:FINALISTS]:
             counts = self._calibration.draft_agreement(mask, Split.RESCORE, DEPTH)
             options += [skip_option(times, at, mask, counts, n) for n in range(1, DEPTH + 1)]
-        return BucketChoice(start, end, tuple(best(options)), off, tuple(masks))
+        hopeless = len(proposals) - len(hopeful)
+        return BucketChoice(part, tuple(best(options)), off, tuple(masks), hopeless)
 
     def reported(self, times: PassTimes, choice: BucketChoice) -> Option:
         """The chosen option as the report split has it."""
-        at, chosen = representative(choice.start, choice.end), choice.ranked[0]
+        at, chosen = choice.range.middle, choice.ranked[0]
         cycle = chosen.cycle
         if cycle.draft is DraftSource.SKIP:
             counts = self._calibration.draft_agreement(chosen.skipped, Split.REPORT, DEPTH)
@@ -71,27 +85,35 @@ class Search:
             return ngram_option(times, at, outcome)
         return chosen
 
-    def _costs(self, times: PassTimes, at: int) -> list[float]:
-        """Time of each sub-layer when one token is drafted."""
-        spans = times.drafting((), at).spans
-        place = [span.processor for span in spans for _ in range(span.first, span.end)]
-        work = Work((), 1, 1, at)
+    def _hopeful(
+        self, times: PassTimes, at: int, proposals: Sequence[Proposal], to_beat: float
+    ) -> list[Mask]:
+        """Masks that could win if all were accepted, and always the one that looks best.
+
+        That one is measured even where it cannot pay, so that the plan can say by how much.
+        """
+        guesses = {
+            p.skipped: fastest(times, at, p.skipped, self._guess(p.skipped)) for p in proposals
+        }
+        favourite = max(guesses, key=lambda mask: (guesses[mask], mask))
         return [
-            times.machine.stage_us(place[i], SubLayerId(i), work) or 0.0 for i in range(len(place))
+            mask
+            for mask in guesses
+            if mask == favourite or fastest(times, at, mask, ALL_ACCEPTED) > to_beat
         ]
 
-    def _promising(
-        self, times: PassTimes, at: int, proposals: Sequence[Proposal]
-    ) -> list[Mask]:
+    def _guess(self, skipped: Mask) -> DepthCounts:
+        """Agreement if the losses of single sub-layers were independent."""
+        agreement = math.exp(-sum(self._worth[i] for i in skipped))
+        scale = 1_000_000
+        return DepthCounts((scale - 1,), (round(agreement * scale),))
+
+    def _promising(self, times: PassTimes, at: int, masks: Sequence[Mask]) -> list[Mask]:
         """Masks by the speed that their agreement at depth 1, were it constant, would give."""
-        scored: list[tuple[float, Mask]] = []
-        for proposal in proposals:
-            counts = self._calibration.draft_agreement(proposal.skipped, Split.RESCORE, 1)
-            speed = max(
-                skip_option(times, at, proposal.skipped, counts, n).tokens_per_s
-                for n in range(1, DEPTH + 1)
-            )
-            scored.append((-speed, proposal.skipped))
+        scored = [
+            (-fastest(times, at, m, self._calibration.draft_agreement(m, Split.RESCORE, 1)), m)
+            for m in masks
+        ]
         return [mask for _, mask in sorted(scored)]
 
     def _lookup_options(self, times: PassTimes, at: int) -> list[Option]:
@@ -103,6 +125,18 @@ class Search:
         cycles = [option.cycle for option in found]
         outcomes = [replay(texts, c.ngram_min, c.ngram_max, c.length) for c in cycles]
         return [ngram_option(times, at, outcome) for outcome in outcomes]
+
+
+def _units(part: Range, sub_layers: int) -> list[float]:
+    """Knapsack weight of each sub-layer."""
+    return [float((part.attention_units, part.mlp_units)[i % 2]) for i in range(sub_layers)]
+
+
+def fastest(times: PassTimes, at: int, mask: Mask, counts: DepthCounts) -> float:
+    """Tokens per second of the best chain length, acceptance being ``counts`` at every depth."""
+    return max(
+        skip_option(times, at, mask, counts, n).tokens_per_s for n in range(1, DEPTH + 1)
+    )
 
 
 def geometric_speed(choices: Sequence[BucketChoice]) -> float:

@@ -37,16 +37,17 @@ class NgramIndex:
             self._tokens.append(token)
 
     def propose(self, length: int) -> list[int]:
-        """Up to ``length`` tokens that may come next; empty if no suffix occurred before.
+        """``length`` tokens that may come next; none if no suffix occurred before.
 
         Of the suffixes of the context the longest that occurred before is taken, and of its
-        occurrences the latest. What follows it ends at the context's end, so an occurrence close
-        to the end drafts fewer tokens.
+        occurrences the latest. Copying what follows it goes on into the proposal itself when it
+        reaches the context's end, so a loop is drafted round and round.
         """
         for key in self._suffixes():
             start = self._continued_at.get(key)
             if start is not None:
-                return self._tokens[start : start + max(length, 0)]
+                copied = self._tokens[start : start + max(length, 0)]
+                return [copied[place % len(copied)] for place in range(length)]
         return []
 
     def clone(self) -> "NgramIndex":

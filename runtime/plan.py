@@ -18,6 +18,7 @@ from runtime.model_spec import ModelSpec
 FORMAT_MAJOR = 1
 FORMAT = f"{FORMAT_MAJOR}.0"
 PLAN_FILE = "plan.json"
+SEAL_FILE = "plan.sha256"
 WEIGHTS_FILE = "weights.bin"
 TOKENIZER_FILE = "tokenizer.json"
 ALIGNMENT_BYTES = 4096
@@ -220,7 +221,7 @@ class Prefill(_Document, frozen=True):
 
 
 class SamplingRule(_Document, frozen=True):
-    """Token at a position = argmax(logits / temperature + Gumbel noise keyed by (seed, position))."""
+    """Token at a position = argmax(logits / temperature + Gumbel noise of (seed, position))."""
 
     generator: str
     """Counter-based generator of the noise."""

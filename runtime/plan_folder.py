@@ -8,6 +8,7 @@ import glob
 import hashlib
 import os
 import stat
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from profiles.errors import IncompatibleError, InputError, nearest
-from runtime.plan import PLAN_FILE, Artefact, ExecutionPlan, TensorType
+from runtime.plan import PLAN_FILE, SEAL_FILE, Artefact, ExecutionPlan, TensorRef, TensorType
 from runtime.plan_checks import artefacts, tensor_bytes
 from runtime.plan_document import MAX_DOCUMENT_BYTES, RECOMPILE, decode_plan
-from runtime.plan_writer import PlanWriter, WeightsWriter
+from runtime.plan_writer import PlanWriter, WeightsWriter, seal
 
 __all__ = [
     "PlanWriter",
@@ -30,6 +31,9 @@ __all__ = [
 ]
 
 _DTYPES = {TensorType.F32: np.dtype("<f4"), TensorType.U8: np.dtype("u1")}
+_RESEAL = (
+    f"{RECOMPILE}, or, to run it as it is, `sha256sum {PLAN_FILE} > {SEAL_FILE}` in the folder"
+)
 _COPY_ALL = f"copy the whole folder, or {RECOMPILE}"
 
 
@@ -39,18 +43,14 @@ def read_plan(path: str | os.PathLike[str]) -> ExecutionPlan:
     Raises:
         InputError: No plan there, a malformed or inconsistent one, or a file is missing or lies
             outside the folder.
-        IncompatibleError: Another major version, or a file has another length than recorded.
+        IncompatibleError: Another major version, a ``plan.json`` that was changed since, or a file
+            that has another length than recorded.
     """
     folder = Path(path)
     _check_folder(folder)
-    document = _contained_file(folder, PLAN_FILE)
-    try:
-        with document.open("rb") as stream:
-            # One byte past the limit, rather than the size beforehand: a file may grow meanwhile
-            data = stream.read(MAX_DOCUMENT_BYTES + 1)
-    except OSError as error:
-        raise InputError("cannot read the plan", where=document, found=error.strerror) from error
+    data = _read(folder, PLAN_FILE, MAX_DOCUMENT_BYTES)
     plan = decode_plan(data, folder / PLAN_FILE)
+    _check_seal(folder, data)
     for _, artefact in artefacts(plan):
         _locate(folder, artefact)
     return plan
@@ -132,6 +132,30 @@ def _check_folder(folder: Path) -> None:
         plans = glob.glob("*.plan", root_dir=folder.parent) if os.path.isdir(folder.parent) else []
         hint = nearest(folder.name, plans) if plans else "make one with `plan compile`"
         raise InputError("no such plan", where=folder, hint=hint)
+
+
+def _read(folder: Path, relative: str, limit_bytes: int) -> bytes:
+    """The start of a file: all of it, or one byte more than the limit."""
+    file = _contained_file(folder, relative)
+    try:
+        with file.open("rb") as stream:
+            # Rather than asking for the size beforehand: a file may grow meanwhile
+            return stream.read(limit_bytes + 1)
+    except OSError as error:
+        raise InputError("cannot read the plan", where=file, found=error.strerror) from error
+
+
+def _check_seal(folder: Path, document: bytes) -> None:
+    expected = seal(document)
+    found = _read(folder, SEAL_FILE, len(expected))
+    if found != expected:
+        raise IncompatibleError(
+            f"{PLAN_FILE} was changed after it was compiled",
+            where=folder / PLAN_FILE,
+            found=f"SHA-256 {expected[:12].decode()}...",
+            expected=f"{found[:12].decode(errors='replace')!r}..., as {SEAL_FILE} says",
+            hint=_RESEAL,
+        )
 
 
 def _locate(folder: Path, artefact: Artefact) -> Path:

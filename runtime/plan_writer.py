@@ -17,6 +17,7 @@ from profiles.errors import FulcrumError, InputError
 from runtime.plan import (
     ALIGNMENT_BYTES,
     PLAN_FILE,
+    SEAL_FILE,
     TOKENIZER_FILE,
     WEIGHTS_FILE,
     Artefact,
@@ -29,7 +30,7 @@ from runtime.plan_checks import artefacts, is_safe_path
 from runtime.plan_document import MAX_DOCUMENT_BYTES, encode_plan, is_plan_document
 
 _GRAPHS = {f"{kind}.onnx" for kind in GraphKind}
-_ENTRIES = frozenset({PLAN_FILE, WEIGHTS_FILE, TOKENIZER_FILE, "npu", "mlir"} | _GRAPHS)
+_ENTRIES = frozenset({PLAN_FILE, SEAL_FILE, WEIGHTS_FILE, TOKENIZER_FILE, "npu", "mlir"} | _GRAPHS)
 _TYPES = {np.dtype("<f4"): TensorType.F32, np.dtype("u1"): TensorType.U8}
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS})
 
@@ -125,7 +126,9 @@ class PlanWriter:
             raise _write_error(self._asked, error) from error
 
     def commit(self, plan: ExecutionPlan) -> Path:
-        """Write ``plan.json``, force all to the disk, put the folder at the target; returns it.
+        """Write ``plan.json`` and its seal, force all to the disk, put the folder at the target.
+
+        Returns the target.
 
         Raises:
             FulcrumError: The plan is inconsistent, or does not list exactly the files written.
@@ -136,6 +139,7 @@ class PlanWriter:
         _check_complete(folder, plan)
         try:
             (folder / PLAN_FILE).write_bytes(data)
+            (folder / SEAL_FILE).write_bytes(seal(data))
             for entry in (*folder.rglob("*"), folder):
                 _sync(entry)
             _check_replaceable(self._target)
@@ -199,6 +203,11 @@ class WeightsWriter:
         self._stream.write(data)
         self._digest.update(data)
         self._bytes += len(data)
+
+
+def seal(document: bytes) -> bytes:
+    """What ``plan.sha256`` holds beside this ``plan.json``: the output of ``sha256sum``."""
+    return f"{hashlib.sha256(document).hexdigest()}  {PLAN_FILE}\n".encode()
 
 
 def _check_replaceable(target: Path) -> None:

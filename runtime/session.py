@@ -12,13 +12,13 @@ import msgspec
 
 from profiles.errors import FulcrumError, IncompatibleError, InputError
 from profiles.measure import cpu_description, usable_cores
-from runtime.cycle import Decoding
+from runtime.cycle import Decoding, commit_width
 from runtime.kv_cache import KvCache
 from runtime.plan import TOKENIZER_FILE, Cycle, ExecutionPlan
 from runtime.plan_folder import load_plan, map_tensors
 from runtime.sampling import GREEDY, Sampling
 from runtime.stats import Stats
-from runtime.target import Target
+from runtime.target import Array, Target
 from runtime.tokens import StreamDecoder, Tokens
 
 WIDEST_PASS = 1024
@@ -101,7 +101,7 @@ class Session:
             ids, max_new_tokens=max_new_tokens, sampling=sampling, cycle=cycle
         ):
             pass
-        return self._finished()
+        return self.finished()
 
     def stream(
         self,
@@ -140,6 +140,15 @@ class Session:
         finally:
             self._busy = False
 
+    def logits_at(self, ids: Sequence[int]) -> Array:
+        """Logits [vocab] of the token after ``ids``, as plain decoding computes them."""
+        self._check_request(ids, 1)
+        run = Decoding(self.plan, self._target, self._cache, ids, GREEDY)
+        run.prefill()
+        width = commit_width(self.plan.numerics, 1)
+        last = self._target.run_chain([ids[-1]], len(ids) - 1, self._cache, width=width)
+        return self._target.logits(last.hidden[:1])[0]
+
     def _decode(
         self, prompt: Sequence[int], max_new_tokens: int, sampling: Sampling, cycle: Cycle | None
     ) -> Iterator[list[int]]:
@@ -173,7 +182,8 @@ class Session:
         new = tuple(run.tokens[len(prompt) :])
         self.last = Generation(self.tokens.decode(new), new, reason, stats)
 
-    def _finished(self) -> Generation:
+    def finished(self) -> Generation:
+        """The latest generation; ``FulcrumError`` when none was carried to its end."""
         if self.last is None:
             raise FulcrumError("the generation did not finish")
         return self.last

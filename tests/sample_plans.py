@@ -15,6 +15,8 @@ from runtime.model_spec import ModelSpec, RopeSpec, TokenizerSpec
 from runtime.plan import (
     ALIGNMENT_BYTES,
     FORMAT,
+    PLAN_FILE,
+    SEAL_FILE,
     TOKENIZER_FILE,
     WEIGHTS_FILE,
     Artefact,
@@ -133,12 +135,18 @@ def write_sample_folder(path: Path) -> ExecutionPlan:
 
 
 def write_sample_files(writer: PlanWriter) -> None:
-    """All that ``sample_plan`` lists, ``plan.json`` itself apart."""
+    """All that ``sample_plan`` lists; ``plan.json`` and its seal are written by ``commit``."""
     for relative, data in _FILES.items():
         writer.write(relative, data)
     with writer.weights() as weights:
         for name, array in sample_tensors().items():
             weights.add(name, array)
+
+
+def write_document(folder: Path, data: bytes) -> None:
+    """Replace ``plan.json`` and seal it, as somebody does who edits it on purpose."""
+    (folder / PLAN_FILE).write_bytes(data)
+    (folder / SEAL_FILE).write_text(f"{hashlib.sha256(data).hexdigest()}  plan.json\n")
 
 
 def _artefact(relative: str) -> Artefact:

@@ -15,12 +15,15 @@ bounds = st.tuples(st.integers(1, 5), st.integers(1, 5)).map(sorted)
 
 
 def search(tokens: Sequence[int], ngram_min: int, ngram_max: int, length: int) -> list[int]:
-    """Looks at every place of the context, latest first."""
+    """Looks at every place of the context, latest first, and copies token by token from there."""
     for n in range(min(ngram_max, len(tokens)), ngram_min - 1, -1):
         suffix = tokens[len(tokens) - n :]
         for start in range(len(tokens) - n - 1, -1, -1):
             if tokens[start : start + n] == suffix:
-                return list(tokens[start + n : start + n + length])
+                copied = list(tokens)
+                for place in range(length):
+                    copied.append(copied[start + n + place])
+                return copied[len(tokens) :]
     return []
 
 
@@ -66,9 +69,20 @@ def test_a_suffix_that_is_new_proposes_nothing() -> None:
     assert NgramIndex(1, 3).propose(4) == []
 
 
-def test_a_proposal_ends_with_the_context() -> None:
-    assert index_of([4, 5, 4], 1, 2).propose(10) == [5, 4]
-    assert index_of([4, 4, 4, 4], 1, 2).propose(10) == [4]
+def test_a_proposal_goes_on_past_the_end_of_the_context() -> None:
+    assert index_of([4, 5, 4], 1, 2).propose(5) == [5, 4, 5, 4, 5]
+    assert index_of([4, 4, 4, 4], 1, 2).propose(3) == [4, 4, 4]
+    assert index_of([1, 2, 3, 1, 2, 3, 1], 1, 4).propose(8) == [2, 3, 1, 2, 3, 1, 2, 3]
+
+
+def test_a_loop_is_accepted_whole() -> None:
+    tokens = [1, 2] * 10
+    assert simulate_lookup(tokens, 4, 1, 3, 7) == [(7, 7), (7, 7)]
+
+
+@given(tokens=contexts, bound=bounds, length=st.integers(0, 8))
+def test_a_proposal_is_whole_or_empty(tokens: list[int], bound: list[int], length: int) -> None:
+    assert len(index_of(tokens, *bound).propose(length)) in (0, length)
 
 
 @pytest.mark.parametrize("length", [0, -3])

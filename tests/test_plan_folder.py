@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import subprocess
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sample_plans import HEAD_GRAPH, LAYERS_GRAPH, sample_plan, sample_tensors, write_sample_folder
+from sample_plans import (
+    HEAD_GRAPH,
+    LAYERS_GRAPH,
+    sample_plan,
+    sample_tensors,
+    write_document,
+    write_sample_folder,
+)
 
 from profiles.errors import FulcrumError, IncompatibleError, InputError
 from runtime import plan_folder
@@ -26,6 +34,7 @@ from runtime.plan_folder import check_artefact, load_plan, map_tensors, read_pla
 
 ROOT = Path(__file__).parents[1]
 DOCUMENT = encode_plan(sample_plan())
+SEALED = ("plan.json", "plan.sha256")
 ARTEFACTS = (LAYERS_GRAPH, HEAD_GRAPH, "tokenizer.json", "weights.bin")
 
 
@@ -82,7 +91,8 @@ def test_a_plan_comes_back_as_it_was_written(folder: Path) -> None:
 
 
 def test_tensors_come_back_as_read_only_views_of_one_mapping(folder: Path) -> None:
-    tensors = map_tensors(folder, read_plan(folder))
+    plan = read_plan(folder)
+    tensors = map_tensors(folder, plan.weights, plan.tensors)
     assert list(tensors) == list(sample_tensors())
     for name, expected in sample_tensors().items():
         assert tensors[name].dtype == expected.dtype
@@ -99,9 +109,7 @@ def mapping(array: Any) -> object:
 
 def test_a_plan_without_tensors_maps_none(folder: Path) -> None:
     (folder / "weights.bin").write_bytes(b"")
-    weights = Artefact("weights.bin", 0, "0" * 64)
-    plan = msgspec.structs.replace(sample_plan(), tensors=(), weights=weights)
-    assert map_tensors(folder, plan) == {}
+    assert map_tensors(folder, Artefact("weights.bin", 0, "0" * 64), ()) == {}
 
 
 def test_a_newer_minor_version_is_read_and_its_new_fields_are_ignored() -> None:
@@ -350,7 +358,7 @@ def test_a_document_above_the_size_limit_is_refused(
     for module in ("runtime.plan_folder", "runtime.plan_document"):
         monkeypatch.setattr(f"{module}.MAX_DOCUMENT_BYTES", len(DOCUMENT))
     assert read_plan(folder) == sample_plan()
-    (folder / "plan.json").write_bytes(DOCUMENT + b" ")
+    write_document(folder, DOCUMENT + b" ")
     with pytest.raises(InputError, match="too large"):
         read_plan(folder)
 
@@ -411,7 +419,7 @@ def test_a_place_without_a_plan_says_what_is_there(folder: Path, tmp_path: Path)
         assert caught.value.exit_code == 2
 
 
-@pytest.mark.parametrize("relative", ARTEFACTS)
+@pytest.mark.parametrize("relative", ["plan.sha256", *ARTEFACTS])
 def test_a_missing_file_is_an_input_error_that_names_it(folder: Path, relative: str) -> None:
     (folder / relative).unlink()
     with pytest.raises(InputError, match=f"{relative}: a file of the plan is missing"):
@@ -449,14 +457,72 @@ def test_a_flipped_bit_in_a_file_is_incompatible_unless_digests_are_skipped(
         assert load_plan(folder, verify_digests=False)[1] == sample_plan()
 
 
+def test_a_changed_byte_in_the_document_is_noticed_wherever_it_is(folder: Path) -> None:
+    codes: set[int] = set()
+    for position in range(0, len(DOCUMENT), 11):
+        broken = bytearray(DOCUMENT)
+        broken[position] ^= 1 << position % 8
+        (folder / "plan.json").write_bytes(broken)
+        with pytest.raises(FulcrumError) as caught:
+            read_plan(folder)
+        codes.add(caught.value.exit_code)
+    assert codes == {2, 3}
+
+
+def test_a_changed_byte_in_the_seal_is_noticed(folder: Path) -> None:
+    seal = (folder / "plan.sha256").read_bytes()
+    for position in range(len(seal)):
+        for bit in range(8):
+            broken = bytearray(seal)
+            broken[position] ^= 1 << bit
+            (folder / "plan.sha256").write_bytes(broken)
+            with pytest.raises(IncompatibleError, match="changed after it was compiled"):
+                read_plan(folder)
+    for other in (b"", seal[:-1], seal + b"\n", seal * 1000):
+        (folder / "plan.sha256").write_bytes(other)
+        with pytest.raises(IncompatibleError):
+            read_plan(folder)
+
+
+def test_an_edited_document_is_refused_until_it_is_sealed(folder: Path) -> None:
+    edited = changed("$.hysteresis_tokens", 7)
+    (folder / "plan.json").write_bytes(edited)
+    with pytest.raises(IncompatibleError) as caught:
+        read_plan(folder)
+    assert caught.value.exit_code == 3
+    assert caught.value.where == folder / "plan.json"
+    assert "plan.json was changed after it was compiled" in str(caught.value)
+    assert "plan compile" in str(caught.value)
+    assert "`sha256sum plan.json > plan.sha256`" in str(caught.value)
+    write_document(folder, edited)
+    assert load_plan(folder)[1].hysteresis_tokens == 7
+
+
+@pytest.mark.skipif(shutil.which("sha256sum") is None, reason="no sha256sum on this machine")
+def test_the_seal_is_what_sha256sum_writes_and_checks(folder: Path) -> None:
+    subprocess.run(
+        ["sha256sum", "--check", "--strict", "--quiet", "plan.sha256"], cwd=folder, check=True
+    )
+    written = subprocess.run(
+        ["sha256sum", "plan.json"], cwd=folder, check=True, capture_output=True
+    )
+    assert written.stdout == (folder / "plan.sha256").read_bytes()
+
+
+def test_a_malformed_document_is_named_before_its_broken_seal(folder: Path) -> None:
+    (folder / "plan.json").write_bytes(changed("$.masks[1].id", 5))
+    with pytest.raises(InputError, match=r"\$\.masks\[1\]\.id"):
+        read_plan(folder)
+
+
 def test_mapping_weights_that_shrank_since_is_incompatible(folder: Path) -> None:
     plan = read_plan(folder)
     os.truncate(folder / "weights.bin", 4096)
     with pytest.raises(IncompatibleError, match="another length"):
-        map_tensors(folder, plan)
+        map_tensors(folder, plan.weights, plan.tensors)
 
 
-@pytest.mark.parametrize("relative", ["plan.json", *ARTEFACTS])
+@pytest.mark.parametrize("relative", [*SEALED, *ARTEFACTS])
 def test_a_link_that_leads_out_of_the_folder_is_refused(
     folder: Path, tmp_path: Path, relative: str
 ) -> None:
@@ -471,7 +537,7 @@ def test_a_folder_inside_that_links_out_is_refused(folder: Path, tmp_path: Path)
     outside.mkdir()
     (folder / HEAD_GRAPH).rename(outside / HEAD_GRAPH)
     (folder / "npu").symlink_to(outside)
-    (folder / "plan.json").write_bytes(changed("$.graphs[1].artefact.path", "npu/head.onnx"))
+    write_document(folder, changed("$.graphs[1].artefact.path", "npu/head.onnx"))
     with pytest.raises(InputError, match="lies outside"):
         read_plan(folder)
 
@@ -486,7 +552,7 @@ def test_a_link_inside_the_folder_and_one_to_the_folder_are_followed(
     assert load_plan(tmp_path / "link.plan")[1] == sample_plan()
 
 
-@pytest.mark.parametrize("relative", ["plan.json", HEAD_GRAPH])
+@pytest.mark.parametrize("relative", [*SEALED, HEAD_GRAPH])
 @pytest.mark.parametrize("what", ["folder", "pipe", "loop", "dangling"])
 def test_what_is_not_a_regular_file_is_refused_without_waiting(
     folder: Path, relative: str, what: str
@@ -520,7 +586,7 @@ def test_an_unreadable_file_is_an_input_error(
     with pytest.raises(InputError, match="Permission denied"):
         check_artefact(folder, plan.weights)
     with pytest.raises(InputError, match="Permission denied"):
-        map_tensors(folder, plan)
+        map_tensors(folder, plan.weights, plan.tensors)
 
 
 def test_the_format_document_names_every_field_of_the_schema() -> None:

@@ -85,6 +85,13 @@ def test_commit_returns_the_folder_and_leaves_nothing_beside_it(tmp_path: Path) 
     assert [entry.name for entry in tmp_path.iterdir()] == ["x.plan"]
 
 
+def test_a_plan_from_before_there_were_seals_can_be_replaced(tmp_path: Path) -> None:
+    write_sample_folder(tmp_path / "x.plan")
+    (tmp_path / "x.plan" / "plan.sha256").unlink()
+    write_sample_folder(tmp_path / "x.plan")
+    assert load_plan(tmp_path / "x.plan")[1] == sample_plan()
+
+
 def test_a_plan_is_replaced_by_the_next(tmp_path: Path) -> None:
     for name in ("one", "two", "three"):
         write_plan(tmp_path / "x.plan", renamed_plan(name))

@@ -1,0 +1,45 @@
+"""Arguments and options that several commands share, with their help."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Plan = Annotated[Path, typer.Argument(metavar="PLAN", help="A folder that `plan compile` wrote.")]
+AsJson = Annotated[
+    bool, typer.Option("--json", help="One JSON document on stdout; keys in docs/commands.md.")
+]
+Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="Nothing but errors on stderr.")]
+Verbose = Annotated[
+    bool, typer.Option("-v", "--verbose", help="Log lines on stderr; a traceback after a bug.")
+]
+Emulate = Annotated[
+    bool,
+    typer.Option(
+        "--emulate",
+        help="Execute a plan of another device here, and predict that device's time.",
+    ),
+]
+Threads = Annotated[
+    int | None,
+    typer.Option("--threads", min=1, metavar="N", help="Threads; default: one for each core."),
+]
+Output = Annotated[Path | None, typer.Option("-o", "--output", help="Write here, not to stdout.")]
+NewTokens = Annotated[
+    int, typer.Option("--max-new-tokens", min=1, metavar="N", help="Most tokens.")
+]
+Prompts = Annotated[
+    Path | None,
+    typer.Option(
+        "--prompts",
+        metavar="FILE",
+        help="JSON lines with id, category, prompt; default: those that come with Fulcrum.",
+    ),
+]
+Limit = Annotated[
+    int | None, typer.Option("--limit", min=1, metavar="N", help="The first N prompts only.")
+]
+Temperature = Annotated[float, typer.Option("--temperature", help="0 is greedy.")]
+TopK = Annotated[int, typer.Option("--top-k", help="The k likeliest tokens; 0 is off.")]
+TopP = Annotated[float, typer.Option("--top-p", help="The likeliest of this mass; 1 is off.")]
+Seed = Annotated[int, typer.Option("--seed", help="Of the sampling noise.")]

@@ -1,0 +1,163 @@
+"""Tiny models compiled to plan folders that really run; the decisions in them are made by hand.
+
+The tables hold round numbers, so that the predicted time of a cycle can be worked out in a test.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from tiny_models import GQA, ArraySource, TinyShape, tiny_spec, tiny_weights
+
+from lowering.emission import Emission, emit
+from profiles.measure import cpu_description
+from profiles.words import Format, LayerId, ProcessorKind, SubLayerId, SubLayerKind, sub_layer_id
+from runtime.cycle import OFF
+from runtime.model_spec import ModelSpec
+from runtime.plan import (
+    FORMAT,
+    Bucket,
+    CalibrationSummary,
+    CostTables,
+    Cycle,
+    DeviceIdentity,
+    ExecutionPlan,
+    Forecast,
+    KvLayout,
+    MemoryNeed,
+    NumericsClass,
+    PassKind,
+    PassTable,
+    Prefill,
+    Quality,
+    SamplingRule,
+    SkipMask,
+)
+from runtime.plan_writer import PlanWriter
+from runtime.sampling import GENERATOR
+
+FORMATS = (Format.F32, Format.W8A16, Format.W8A8)
+
+AR_US, VERIFY_US, DRAFT_US = 100.0, 150.0, 40.0
+HEAD_ROW_US, CYCLE_US, NGRAM_US = 10.0, 5.0, 2.0
+
+
+class Recipe(msgspec.Struct, frozen=True):
+    """What a compiled model is made of."""
+
+    shape: TinyShape = GQA
+    format: Format = Format.W8A16
+    seed: int = 0
+    context: int = 256
+    eos_ids: tuple[int, ...] = ()
+    masks: tuple[tuple[int, ...], ...] = ()
+    """Skipped sub-layers of mask 1, 2, ..."""
+    faint: tuple[int, ...] = ()
+    """Sub-layers that add little, so that a draft without them is often right."""
+    cycles: tuple[tuple[int, Cycle], ...] = ((0, OFF),)
+    """(first context length, cycle) of each bucket."""
+    width_step: int = 1
+    """Of the first half of the sub-layers, which a step above 1 puts on an NPU."""
+    soc: str = ""
+    """The plan's chip; default: this machine's."""
+    growth_tokens: int = 32
+    chunk: int = 16
+
+
+def recipe_source(recipe: Recipe) -> ArraySource:
+    """The model before it is compiled."""
+    spec = tiny_spec(recipe.shape)
+    tokenizer = msgspec.structs.replace(spec.tokenizer, eos_ids=recipe.eos_ids)
+    weights = tiny_weights(recipe.shape, recipe.seed)
+    for index in range(spec.layers):
+        for kind, name in ((SubLayerKind.ATTENTION, "o"), (SubLayerKind.MLP, "down")):
+            if sub_layer_id(LayerId(index), kind) in recipe.faint:
+                weights[f"layers.{index}.{name}"] *= np.float32(0.05)
+    return ArraySource(msgspec.structs.replace(spec, tokenizer=tokenizer), weights)
+
+
+def compile_recipe(recipe: Recipe, folder: Path) -> ExecutionPlan:
+    """Write the plan folder of a recipe."""
+    source = recipe_source(recipe)
+    with PlanWriter(folder) as writer:
+        emission = emit(source, recipe.format, recipe.context, writer)
+        plan = _plan(recipe, source.spec, emission)
+        writer.commit(plan)
+    return plan
+
+
+def least_width(shape: TinyShape) -> int:
+    """Narrowest pass whose rows do not depend on its width: one query row takes another kernel."""
+    return 2 if shape.heads == shape.kv_heads else 1
+
+
+def _plan(recipe: Recipe, spec: ModelSpec, emission: Emission) -> ExecutionPlan:
+    skipped = [(), *(tuple(map(SubLayerId, mask)) for mask in recipe.masks)]
+    soc = recipe.soc or cpu_description()
+    return ExecutionPlan(
+        format=FORMAT,
+        model=spec,
+        device=DeviceIdentity("tiny-device", soc, "0" * 64, 1 << 30, threads=1),
+        target_format=recipe.format,
+        numerics=_numerics(recipe, spec),
+        context=recipe.context,
+        prefill=Prefill(recipe.chunk),
+        masks=tuple(SkipMask(index, mask) for index, mask in enumerate(skipped)),
+        buckets=_buckets(recipe.cycles, recipe.context),
+        hysteresis_tokens=4,
+        placements=(),
+        tables=_tables(len(skipped)),
+        graphs=emission.graphs,
+        weights=emission.weights,
+        tensors=emission.tensors,
+        tokenizer=emission.tokenizer,
+        kv=KvLayout(recipe.growth_tokens, bytes_per_token=8 * spec.layers * spec.kv_dim),
+        sampling=SamplingRule(GENERATOR),
+        quality=Quality(1, 1.0, 1.0, 1.0),
+        calibration=CalibrationSummary("0" * 64, 1, 1, 1, 1),
+        memory=MemoryNeed(1, 1, 1),
+        energy_j_per_token=None,
+        decisions=(),
+        assumptions=(),
+    )
+
+
+def _numerics(recipe: Recipe, spec: ModelSpec) -> tuple[NumericsClass, ...]:
+    least, step, fmt = least_width(recipe.shape), recipe.width_step, recipe.format
+    start, end = SubLayerId(0), SubLayerId(spec.sub_layers)
+    if step == 1:
+        return (NumericsClass(start, end, "cpu", ProcessorKind.CPU, fmt, least, 1),)
+    middle = SubLayerId(spec.layers)
+    return (
+        NumericsClass(start, middle, "npu", ProcessorKind.NPU, fmt, step, step),
+        NumericsClass(middle, end, "cpu", ProcessorKind.CPU, fmt, least, 1),
+    )
+
+
+def _buckets(cycles: Sequence[tuple[int, Cycle]], context: int) -> tuple[Bucket, ...]:
+    ends = [*(start for start, _ in cycles[1:]), context]
+    forecast = Forecast(1.0, 0.0, 1.0, 1.0, ())
+    return tuple(
+        Bucket(start, end, cycle, forecast)
+        for (start, cycle), end in zip(cycles, ends, strict=True)
+    )
+
+
+def _tables(masks: int) -> CostTables:
+    def table(kind: PassKind, mask: int, us: float) -> PassTable:
+        return PassTable(kind, mask, (1, 32), (0, 1024), ((us, us), (us, us)))
+
+    drafts = [table(PassKind.DRAFT, mask, DRAFT_US) for mask in range(masks)]
+    return CostTables(
+        passes=(
+            table(PassKind.AR, 0, AR_US),
+            table(PassKind.VERIFY, 0, VERIFY_US),
+            table(PassKind.PREFILL, 0, VERIFY_US),
+            *drafts,
+        ),
+        head_widths=(1, 1024),
+        head_us=(HEAD_ROW_US, 1024 * HEAD_ROW_US),
+        cycle_us=CYCLE_US,
+        ngram_us=NGRAM_US,
+    )
