@@ -4,7 +4,6 @@ import functools
 import logging
 import os
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 _log = logging.getLogger(__name__)
@@ -17,27 +16,25 @@ def cache_folder() -> Path:
     cannot be written, or there is no home, a folder among the temporary files serves instead and
     the log says so once.
     """
-    reason = "there is no home folder"
-    # the first that is named is the user's choice; later ones would only hide that it failed
-    for folder in _candidates():
-        try:
-            return _writable(folder)
-        except OSError as error:
-            reason = f"{folder}: {error.strerror or error}"
-            break
-    return _temporary(reason)
+    folder = _chosen()
+    if folder is None:
+        return _temporary("there is no home folder")
+    try:
+        return _writable(folder)
+    except OSError as error:
+        return _temporary(f"{folder}: {error.strerror or error}")
 
 
-def _candidates() -> Iterator[Path]:
+def _chosen() -> Path | None:
+    """The first place that is named; None without any."""
     if chosen := os.environ.get("FULCRUM_CACHE"):
-        yield Path(chosen).expanduser().absolute()
+        return Path(os.path.expanduser(chosen)).absolute()
     base = os.environ.get("XDG_CACHE_HOME")
     # the XDG specification has relative paths ignored
     if base and Path(base).is_absolute():
-        yield Path(base) / "fulcrum"
+        return Path(base) / "fulcrum"
     home = os.path.expanduser("~")
-    if os.path.isabs(home):
-        yield Path(home) / ".cache" / "fulcrum"
+    return Path(home) / ".cache" / "fulcrum" if os.path.isabs(home) else None
 
 
 def _writable(folder: Path) -> Path:

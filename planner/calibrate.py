@@ -6,6 +6,7 @@ what does not depend on the device. Prompts are split three ways: to search, to 
 report; a number in a report never chose anything.
 """
 
+import contextlib
 import hashlib
 import logging
 import os
@@ -219,7 +220,8 @@ def write_store(file: Path, store: Store) -> None:
         partial.write_bytes(msgspec.json.encode(store))
         partial.replace(file)
     except OSError as error:
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            partial.unlink()
         log.warning("cannot keep the calibration: %s", error)
 
 

@@ -11,7 +11,7 @@ from lowering.source import ModelSource, open_model
 from planner.assemble import Decided, assemble
 from planner.cache import cache_folder
 from planner.calibrate import Calibration, Report, calibration_digest
-host_profile=None
+from planner.host_profile import host_profile
 from planner.memory import check_budget, memory_need
 from planner.pass_tables import PassTimes
 from planner.placement import Assignment, Machine, Work, place

@@ -68,7 +68,7 @@ ATTENTION = (AttentionShape(9, 3, 64), AttentionShape(32, 8, 128))
 CONTEXTS = (128, 512, 2048)
 GLUE = (GlueShape(576), GlueShape(2048))
 
-_F32_WEIGHTS = 2**24
+_LARGE_WEIGHTS = 2**24
 _DTYPES = {"tensor(float)": np.float32, "tensor(int64)": np.int64, "tensor(bool)": np.bool_}
 
 
@@ -175,12 +175,19 @@ def _timed(
 def _linear(opened: _Open) -> Iterator[Timed]:
     for fmt in (Format.W8A16, Format.F32, Format.W8A8):
         for shape, repeats in LINEAR.items():
-            if fmt is Format.F32 and shape.k * shape.n > _F32_WEIGHTS:
+            if fmt is Format.F32 and shape.k * shape.n > _LARGE_WEIGHTS:
                 continue
             few = {Format.F32: 4, Format.W8A8: 2}.get(fmt, 1)
             session = opened(linear_graph(shape, fmt, max(1, repeats // few)))
-            for width in FEW_WIDTHS if fmt is Format.F32 else WIDTHS:
+            for width in _linear_widths(shape, fmt):
                 yield _timed(session, Operator.LINEAR, fmt, shape, width)
+
+
+def _linear_widths(shape: LinearShape, fmt: Format) -> tuple[int, ...]:
+    if fmt is Format.F32:
+        return FEW_WIDTHS
+    # large ones take long, and are bound by computing at width 32 already
+    return WIDTHS if shape.k * shape.n < _LARGE_WEIGHTS else FEWER_WIDTHS[:-1]
 
 
 def _attention(opened: _Open) -> Iterator[Timed]:

@@ -2,6 +2,7 @@
 
 import logging
 import platform
+import random
 import time
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
@@ -41,6 +42,9 @@ CPU = "cpu"
 MAX_WIDTH = 512
 MOST_BUDGET_BYTES = 8 * 2**30
 BLOCK_BYTES = (2**12, 2**16, 2**20, 2**22)
+
+BUSY_SPREAD = 0.25
+"""Spread of a typical point above which the measurement is called disturbed."""
 
 METHOD = "operators of emitted graphs, repeated over distinct weights; method 1"
 """Told in every citation; a cached profile of another method is measured again."""
@@ -145,9 +149,17 @@ def measure_host(
     with host.host_kernels(threads) as timed:
         left_s = budget_s - _CLOSING_S - (time.perf_counter() - start)
         kernels = [entry.kernel for entry in timed]
+        # Two widths of one product in a row would find its weights in a cache; and a while in
+        # which the machine is busy should not fall on all products of one width
+        random.Random(0).shuffle(kernels)
         points = measure_kernels(kernels, budget_s=left_s, stamp=stamp, progress=_told(progress))
-        repeats = {_setting(entry.kernel): entry.repeats for entry in timed}
-    each = [_divided(point, repeats[_setting(point)]) for point in points]
+    _tell_if_busy(points)
+    found = {_setting(point): point for point in points}
+    each = [
+        _divided(found[setting], entry.repeats)
+        for entry in timed
+        if (setting := _setting(entry.kernel)) in found
+    ]
     whole = [point for point in each if point.processor == host.PASS]
     alone = [point for point in each if point.processor == CPU]
     return Findings(
@@ -158,6 +170,16 @@ def measure_host(
         sync_us=call,
         cycle_us=cycle,
     )
+
+
+def _tell_if_busy(points: Sequence[Point]) -> None:
+    spreads = sorted(point.time_us.spread or 0.0 for point in points)
+    if spreads and (typical := spreads[len(spreads) // 2]) > BUSY_SPREAD:
+        _log.warning(
+            "repeats differ by %.0f %%, so other work slowed this machine while it was measured; "
+            "measure again when it is idle",
+            100 * typical,
+        )
 
 
 def _told(progress: ReportProgress | None) -> Callable[[Progress], None] | None:

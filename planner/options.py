@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from planner.sizes import parse_size
+
 Plan = Annotated[Path, typer.Argument(metavar="PLAN", help="A folder that `plan compile` wrote.")]
 AsJson = Annotated[
     bool, typer.Option("--json", help="One JSON document on stdout; keys in docs/commands.md.")
@@ -43,3 +45,42 @@ Temperature = Annotated[float, typer.Option("--temperature", help="0 is greedy."
 TopK = Annotated[int, typer.Option("--top-k", help="The k likeliest tokens; 0 is off.")]
 TopP = Annotated[float, typer.Option("--top-p", help="The likeliest of this mass; 1 is off.")]
 Seed = Annotated[int, typer.Option("--seed", help="Of the sampling noise.")]
+Model = Annotated[
+    str,
+    typer.Argument(metavar="MODEL", help="A bundled name, a .gguf file or a Hugging Face folder."),
+]
+Device = Annotated[
+    str, typer.Option("--device", metavar="NAME", help="See `plan devices`; or a .toml file.")
+]
+Context = Annotated[
+    int | None,
+    typer.Option("--context", metavar="N", help="Tokens of prompt and answer together."),
+]
+TargetFormat = Annotated[
+    str, typer.Option("--target-format", metavar="F", help="w8a16, w8a8 or f32.")
+]
+DramBudget = Annotated[
+    int | None,
+    typer.Option("--dram-budget", metavar="SIZE", parser=parse_size, help="Such as 512MB or 2GiB."),
+]
+PromptText = Annotated[
+    str, typer.Option("--prompt", metavar="TEXT", help="Or - for stdin, or @FILE.")
+]
+Chat = Annotated[
+    bool | None,
+    typer.Option("--chat/--no-chat", help="Chat template; default: if the model has one."),
+]
+Draft = Annotated[str, typer.Option("--draft", metavar="MODE", help="plan, off, chainN or ngramN.")]
+Sampled = Annotated[
+    bool, typer.Option("--sampled/--no-sampled", help="Sampled output too, or greedy only.")
+]
+SampledTemperature = Annotated[float, typer.Option("--temperature", help="Of the sampled output.")]
+Modes = Annotated[
+    str | None,
+    typer.Option(
+        "--modes", metavar="LIST", help="ar, spec, chainN, ngramN; default: ar,spec,chain8."
+    ),
+]
+Repeat = Annotated[
+    int, typer.Option("--repeat", min=1, metavar="N", help="Rounds over the prompts.")
+]

@@ -43,8 +43,8 @@ def measure_quality(
     return Quality(
         positions=positions,
         top1_agreement=agreed / positions,
-        perplexity=float(np.exp(loss / positions)),
-        f32_perplexity=float(np.exp(exact_loss / positions)),
+        perplexity=round(float(np.exp(loss / positions)), 4),
+        f32_perplexity=round(float(np.exp(exact_loss / positions)), 4),
     )
 
 

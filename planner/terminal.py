@@ -6,6 +6,7 @@ import os
 import sys
 import tempfile
 import warnings
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -29,6 +30,7 @@ class Terminal:
     def __init__(self) -> None:
         self.quiet = False
         self.verbose = False
+        self._undo = ExitStack()
         self._progress: Progress | None = None
         self._stage = ""
 
@@ -38,9 +40,15 @@ class Terminal:
             raise InputError("cannot be both quiet and verbose", hint="drop -q or -v")
         self.quiet, self.verbose = quiet, verbose
         level = logging.INFO if verbose else logging.ERROR if quiet else logging.WARNING
-        logging.basicConfig(
-            stream=sys.stderr, level=level, format="%(levelname)s %(name)s: %(message)s", force=True
-        )
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setLevel(level)
+        handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+        root = logging.getLogger()
+        self._undo.callback(root.setLevel, root.level)
+        self._undo.callback(root.removeHandler, handler)
+        root.setLevel(level)
+        root.addHandler(handler)
+        self._undo.enter_context(warnings.catch_warnings())
         if not verbose:
             # What a library warns its developers of is no news to users
             warnings.simplefilter("ignore")
@@ -55,6 +63,7 @@ class Terminal:
         trace: TracebackType | None,
     ) -> None:
         self.clear()
+        self._undo.close()
 
     def report(self, stage: str, done: int, total: int) -> None:
         """Progress of a stage: ``done`` steps of ``total``."""

@@ -117,6 +117,8 @@ class LayersSession:
         width = hidden.shape[0]
         bound = self._bindings.get(width)
         if bound is None or not bound.serves(cache):
+            # Those of an outgrown cache would keep its memory
+            self._bindings = {w: b for w, b in self._bindings.items() if b.serves(cache)}
             bound = _Binding(self._session, self._spec, width, cache, self._on)
             self._bindings[width] = bound
         bound.hidden[:] = hidden
@@ -129,7 +131,8 @@ class LayersSession:
     def close(self) -> None:
         """Release bindings, then the session: the other order crashes inside ONNX Runtime."""
         self._bindings.clear()
-        del self._session
+        if hasattr(self, "_session"):
+            del self._session
 
 
 class HeadSession:

@@ -1,9 +1,5 @@
 """Passes of the compiled target: equal bit by bit whatever shares the pass, and true to torch."""
 
-import hashlib
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, combinations
 from pathlib import Path
@@ -13,12 +9,13 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from compiled_models import FORMATS, Recipe, compile_recipe, least_width, recipe_source
+from compiled_models import FORMATS, Recipe, least_width, recipe_source
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import GQA, MHA, UNTIED, VOCAB, WIDE_HEADS, TinyShape
 
 from lowering.decoder import Decoder, KeyValues
+from lowering.onnx_graphs import VALUE_BITS, probability_bits
 from lowering.quantize import linear_reference, quantize_channels
 from profiles.words import Format, SubLayerId
 from runtime.backends import HIDDEN, PassResult
@@ -26,7 +23,6 @@ from runtime.kv_cache import KvCache
 from runtime.plan_folder import map_tensors, read_plan
 from runtime.target import Target
 
-ROOT = Path(__file__).parents[1]
 CONTEXT = 1088
 TOKENS = 1056
 """Length of the sequence that is decoded token by token; every context is a prefix of it."""
@@ -37,6 +33,8 @@ Array = np.ndarray[Any, Any]
 # More than one tile of every matrix kernel, and an odd number of groups
 BROAD = TinyShape(layers=1, hidden=288, intermediate=544, heads=9, kv_heads=3, head_dim=32)
 SHAPES = {"gqa": GQA, "mha": MHA, "untied": UNTIED, "wide_heads": WIDE_HEADS, "broad": BROAD}
+# Two threads need no more shapes than this to share the work in every way that they do
+THREADED = [(name, 1) for name in SHAPES] + [(name, 2) for name in ("gqa", "mha", "broad")]
 TWO_LAYERS = {name: msgspec.structs.replace(SHAPES[name], layers=2) for name in ("gqa", "mha")}
 
 
@@ -200,9 +198,8 @@ def test_padding_rows_and_capacity_change_nothing(model, name: str, fmt: Format)
                 assert_same_bits(Rows.of(result, row), it.rows[context + row], where)
 
 
-@pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("fmt", FORMATS)
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize(("name", "threads"), THREADED)
 def test_tree_rows_equal_plain_decoding_along_their_path(
     model, name: str, fmt: Format, threads: int
 ) -> None:
@@ -215,9 +212,8 @@ def test_tree_rows_equal_plain_decoding_along_their_path(
 
 @settings(max_examples=120, deadline=None)
 @given(
-    name=st.sampled_from(list(SHAPES)),
+    setting=st.sampled_from(THREADED),
     fmt=st.sampled_from(FORMATS),
-    threads=st.integers(1, 2),
     context=st.integers(0, 80) | st.integers(0, 1024),
     gaps=st.integers(0, 60),
     nodes=st.integers(1, WIDEST),
@@ -225,24 +221,24 @@ def test_tree_rows_equal_plain_decoding_along_their_path(
     seed=st.integers(0, 2**20),
 )
 def test_any_tree_equals_plain_decoding_along_its_paths(
-    model, name, fmt, threads, context, gaps, nodes, paddings, seed
+    model, setting, fmt, context, gaps, nodes, paddings, seed
 ) -> None:
+    name, threads = setting
     it: Model = model(name, fmt, threads)
     paddings = max(min(paddings, WIDEST - nodes), it.least - nodes)
     check_tree(it, Tree(context, gaps, nodes, paddings, seed))
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", [name for name, threads in THREADED if threads == 2])
 def test_two_threads_compute_the_rows_of_one(model, name: str, fmt: Format) -> None:
     one, two = model(name, fmt, 1), model(name, fmt, 2)
     for at in range(TOKENS):
         assert_same_bits(two.rows[at], one.rows[at], at)
 
 
-@pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("fmt", FORMATS)
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize(("name", "threads"), THREADED)
 def test_logits_of_a_row_do_not_depend_on_its_neighbours(
     model, name: str, fmt: Format, threads: int
 ) -> None:
@@ -264,6 +260,23 @@ def test_an_earlier_result_is_overwritten_by_the_next_pass_of_its_width_only(mod
     again = it.target.run_chain(it.ids[9:13], 0, cache)
     assert again.hidden is first.hidden
     assert not np.array_equal(first.hidden, before)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("name", SHAPES)
+def test_values_are_whole_steps_that_the_grid_has_room_for(model, name: str, fmt: Format) -> None:
+    it: Model = model(name, fmt)
+    values = it.past.values[:, :, : it.past.length]
+    assert np.array_equal(values, np.rint(values))
+    largest = np.abs(values).max()
+    assert 2 ** (VALUE_BITS - 7) < largest < 2**VALUE_BITS, "coarse, or clipped"
+
+
+@pytest.mark.parametrize("slots", [1, 2, 31, 1024, 1025, 4096, 8192, 2**17])
+def test_sums_over_the_grids_are_exact_in_float64(slots: int) -> None:
+    largest_sum = slots * 2 ** (probability_bits(slots) + VALUE_BITS)
+    assert largest_sum <= 2**53
+    assert probability_bits(slots) >= 14
 
 
 def reference(recipe: Recipe) -> Decoder:
@@ -314,9 +327,9 @@ def both_ways(
     return found, [hidden.numpy(), *(rows.numpy().swapaxes(1, 2) for rows in (keys, values))]
 
 
-# One activation that rounds to the other side moves a row by a step of its format
-TOLERANCE = {Format.F32: 2e-5, Format.W8A16: 2e-3, Format.W8A8: 2e-1}
-MEDIAN_TOLERANCE = {Format.F32: 2e-6, Format.W8A16: 2e-4, Format.W8A8: 2e-2}
+# One activation that rounds to the other side moves a row by a step of its format, but rarely
+TOLERANCE = {Format.F32: 3e-5, Format.W8A16: 5e-4, Format.W8A8: 3e-2}
+MEDIAN_TOLERANCE = {Format.F32: 3e-6, Format.W8A16: 6e-5, Format.W8A8: 1e-3}
 
 
 def assert_close(found: list[Array], expected: list[Array], fmt: Format) -> None:
@@ -363,25 +376,3 @@ def test_every_skip_mask_equals_the_torch_reference(model, name: str, fmt: Forma
                 assert not found[2][layer].any()
         if len(skipped) == it.spec.sub_layers:
             assert np.array_equal(found[0], it.target.embed(it.ids[19:25]))
-
-
-def digests(folder: Path) -> dict[str, str]:
-    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in folder.iterdir()}
-
-
-def test_two_builds_and_one_in_another_process_give_the_same_bytes(tmp_path: Path) -> None:
-    code = (
-        "import sys; from pathlib import Path; from compiled_models import *\n"
-        "for f in FORMATS: compile_recipe(Recipe(format=f, soc='x'), Path(sys.argv[1]) / f)"
-    )
-    (tmp_path / "other").mkdir()
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "PYTHONHASHSEED": "7"}
-    command = [sys.executable, "-c", code, str(tmp_path / "other")]
-    subprocess.run(command, env=environment, timeout=120, check=True)
-    for fmt in FORMATS:
-        compile_recipe(Recipe(format=fmt, soc="x"), tmp_path / "a.plan")
-        compile_recipe(Recipe(format=fmt, soc="x"), tmp_path / "b.plan")
-        first = digests(tmp_path / "a.plan")
-        assert len(first) == 6
-        assert digests(tmp_path / "b.plan") == first
-        assert digests(tmp_path / "other" / fmt) == first

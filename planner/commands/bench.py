@@ -1,6 +1,6 @@
 """``plan bench``: measures ways to decode against each other on this machine."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +9,13 @@ from planner.commands.verify import choose_prompts
 from planner.inspect.text import columns
 from planner.inspect.units import bytes_label, counted, rate_label, ratio_label, three_digits
 from planner.modes import best_mask, parse_modes
+from planner.prompt_file import Prompt
 from planner.terminal import Terminal
 from profiles.measure import cpu_description
 from runtime.plan import ExecutionPlan
 from runtime.session import load
+
+__all__ = ["bench_plan", "choose_prompts"]
 
 
 def default_modes(plan: ExecutionPlan) -> str:
@@ -23,10 +26,9 @@ def default_modes(plan: ExecutionPlan) -> str:
 def bench_plan(
     terminal: Terminal,
     path: Path,
+    prompts: Sequence[Prompt],
     *,
     modes: str | None,
-    prompts: Path | None,
-    limit: int | None,
     repeat: int,
     max_new_tokens: int,
     emulate: bool,
@@ -34,11 +36,10 @@ def bench_plan(
     as_json: bool,
 ) -> None:
     """Measure and show; ``modes`` None takes the usual ones."""
-    chosen = choose_prompts(prompts, limit)
     with load(path, emulate=emulate, threads=threads) as session:
         wanted = parse_modes(modes or default_modes(session.plan), session.plan)
         samples = measure(
-            *(session, chosen, wanted),
+            *(session, prompts, wanted),
             rounds=repeat,
             max_new_tokens=max_new_tokens,
             report=terminal.report,

@@ -11,7 +11,6 @@ from planner.inspect.text import columns
 from planner.inspect.units import bytes_label, clean
 from planner.terminal import Terminal, write_file
 from profiles.errors import InputError, nearest
-from profiles.measure import Progress
 from profiles.profile import (
     DeviceProfile,
     load_profile,
@@ -35,8 +34,7 @@ def check_device(name: str) -> None:
         return
     path = Path(name)
     if path.name == name and path.suffix != ".toml" and not path.exists():
-        hint = nearest(name, known) + ", or give the path of a profile file"
-        raise InputError("unknown device", found=repr(name), hint=hint)
+        raise InputError("unknown device", found=repr(name), hint=nearest(name, known))
     load_profile(name)
 
 
@@ -135,8 +133,8 @@ def _measure(terminal: Terminal, refresh: bool, threads: int | None) -> DevicePr
     # Late: it loads what it measures
     from planner.host_profile import host_profile
 
-    def progress(so_far: Progress) -> None:
-        terminal.report("measuring this machine", so_far.done, so_far.total)
+    def progress(done: int, total: int) -> None:
+        terminal.report("measuring this machine", done, total)
 
     return host_profile(refresh=refresh, progress=progress, threads=threads)
 

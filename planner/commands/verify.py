@@ -1,5 +1,6 @@
 """``plan verify``: says whether a plan's output is that of plain decoding."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -27,9 +28,8 @@ def choose_prompts(path: Path | None, limit: int | None) -> list[Prompt]:
 def verify_plan(
     terminal: Terminal,
     path: Path,
+    prompts: Sequence[Prompt],
     *,
-    prompts: Path | None,
-    limit: int | None,
     max_new_tokens: int,
     sampled: Sampling | None,
     emulate: bool,
@@ -40,10 +40,9 @@ def verify_plan(
 
     ``sampled`` are the settings of the sampled comparison; None leaves it out.
     """
-    chosen = choose_prompts(prompts, limit)
     samplings = [GREEDY] if sampled is None else [GREEDY, sampled]
     with load(path, emulate=emulate, threads=threads) as session:
-        result = verify(session, chosen, samplings, max_new_tokens, terminal.report)
+        result = verify(session, prompts, samplings, max_new_tokens, terminal.report)
     if as_json:
         terminal.result_json({"token_exact": result.exact, **msgspec.to_builtins(result)})
     else:

@@ -1,0 +1,334 @@
+"""The arguments of every command, with their help; each calls its body in ``planner.commands``.
+
+A body is loaded only when its command runs: some take seconds to load, and help shall be quick.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from typer.exceptions import Exit, TyperException
+
+from planner.options import (
+    AsJson,
+    Chat,
+    Context,
+    Device,
+    Draft,
+    DramBudget,
+    Emulate,
+    Limit,
+    Model,
+    Modes,
+    NewTokens,
+    Output,
+    Plan,
+    Prompts,
+    PromptText,
+    Quiet,
+    Repeat,
+    Sampled,
+    SampledTemperature,
+    Seed,
+    TargetFormat,
+    Temperature,
+    Threads,
+    TopK,
+    TopP,
+    Verbose,
+)
+from planner.terminal import Terminal
+from profiles.errors import InputError
+
+app = typer.Typer(
+    add_completion=False,
+    # Plain text can be piped, and rich would take longer than the rest of the help
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+
+@app.callback()
+def describe() -> None:
+    """Plans speculative decoding ahead of time for one model on one device.
+
+    \b
+    plan compile smollm2-135m --device host
+    plan run smollm2-135m-host.plan --prompt "Why is the sky blue?"
+    """
+
+
+def terminal_of(ctx: typer.Context, quiet: bool, verbose: bool) -> Terminal:
+    """The terminal that ``main`` handed in, set as the command line says."""
+    terminal = ctx.ensure_object(Terminal)
+    terminal.configure(quiet, verbose)
+    return terminal
+
+
+@app.command()
+def devices(
+    ctx: typer.Context, as_json: AsJson = False, quiet: Quiet = False, verbose: Verbose = False
+) -> None:
+    """List the devices that plans can be made for.
+
+    The last columns say how well each is known: numbers measured, published, derived, assumed.
+
+    \b
+    Example:
+      plan devices
+    """
+    from planner.commands import devices as body
+
+    body.list_devices(terminal_of(ctx, quiet, verbose), as_json)
+
+
+@app.command()
+def profile(
+    ctx: typer.Context,
+    device: Annotated[str, typer.Argument(metavar="DEVICE", help="`host`, a name or a file.")],
+    output: Output = None,
+    refresh: Annotated[
+        bool, typer.Option("--refresh", help="Measure again, even if it was done before.")
+    ] = False,
+    threads: Threads = None,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """Measure this machine, or print a device's profile.
+
+    \b
+    Examples:
+      plan profile host -o mine.toml
+      plan profile oneplus12
+    """
+    from planner.commands import devices as body
+
+    terminal = terminal_of(ctx, quiet, verbose)
+    body.show_profile(terminal, device, output, refresh, threads, as_json)
+
+
+@app.command("compile")
+def compile_(
+    ctx: typer.Context,
+    model: Model,
+    device: Device,
+    output: Annotated[
+        Path | None,
+        typer.Option("-o", "--output", help="Default: MODEL-DEVICE.plan in this folder."),
+    ] = None,
+    context: Context = None,
+    target_format: TargetFormat = "w8a16",
+    dram_budget: DramBudget = None,
+    prompts: Prompts = None,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """Make a plan for a model on a device.
+
+    Measures how often drafts are accepted, decides what to draft with and where each layer runs,
+    and writes a folder. Measurements are kept, so a second compile is quick.
+
+    \b
+    Examples:
+      plan compile smollm2-135m --device host
+      plan compile ./my-llama --device oneplus12 --context 2048 -o my.plan
+    """
+    from planner.commands import compile as body
+
+    body.compile_model(
+        terminal_of(ctx, quiet, verbose),
+        *(model, device),
+        output=output,
+        context=context,
+        target_format=target_format,
+        dram_budget_bytes=dram_budget,
+        prompts=prompts,
+        as_json=as_json,
+    )
+
+
+@app.command("inspect")
+def inspect_(
+    ctx: typer.Context,
+    plan: Plan,
+    view: Annotated[
+        str, typer.Option("--format", metavar="VIEW", help="text, json, dot or svg.")
+    ] = "text",
+    output: Output = None,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """Show a plan: cycles, passes, placement, memory.
+
+    \b
+    Examples:
+      plan inspect my.plan
+      plan inspect my.plan --format svg -o my.svg
+    """
+    from planner.commands import inspect as body
+
+    terminal = terminal_of(ctx, quiet, verbose)
+    body.inspect_plan(terminal, plan, "json" if as_json else view, output)
+
+
+@app.command()
+def explain(
+    ctx: typer.Context,
+    plan: Plan,
+    output: Output = None,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """Say why a plan is what it is.
+
+    For each decision: what it maximises, the runner-up, and what would flip it.
+
+    \b
+    Example:
+      plan explain my.plan
+    """
+    from planner.commands import inspect as body
+
+    body.explain_plan(terminal_of(ctx, quiet, verbose), plan, output, as_json)
+
+
+@app.command()
+def run(
+    ctx: typer.Context,
+    plan: Plan,
+    prompt: PromptText,
+    chat: Chat = None,
+    system: Annotated[str | None, typer.Option("--system", help="System message.")] = None,
+    max_new_tokens: NewTokens = 128,
+    temperature: Temperature = 0.0,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    seed: Seed = 0,
+    draft: Draft = "plan",
+    emulate: Emulate = False,
+    threads: Threads = None,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """Answer a prompt.
+
+    The text streams to stdout; statistics follow on stderr.
+
+    \b
+    Examples:
+      plan run my.plan --prompt "Why is the sky blue?"
+      plan run phone.plan --emulate --prompt @letter.txt --temperature 0.7 --seed 1
+    """
+    from planner.commands import run as body
+
+    terminal = terminal_of(ctx, quiet, verbose)
+    sampling = body.Sampling(temperature, top_k, top_p, seed)
+    wish = body.Wish(prompt, chat, system, max_new_tokens, sampling, draft)
+    body.run_plan(terminal, plan, wish, emulate=emulate, threads=threads, as_json=as_json)
+
+
+@app.command()
+def verify(
+    ctx: typer.Context,
+    plan: Plan,
+    prompts: Prompts = None,
+    limit: Limit = None,
+    max_new_tokens: NewTokens = 64,
+    sampled: Sampled = True,
+    temperature: SampledTemperature = 1.0,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    seed: Seed = 0,
+    emulate: Emulate = False,
+    threads: Threads = None,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """Check that output is that of plain decoding.
+
+    Every cycle of the plan and every draft source that it could use is compared with plain
+    decoding, greedy and sampled. Exit code 5 on a difference.
+
+    \b
+    Examples:
+      plan verify my.plan
+      plan verify my.plan --prompts mine.jsonl --max-new-tokens 32 --no-sampled
+    """
+    from planner.commands import verify as body
+
+    settings = body.Sampling(temperature, top_k, top_p, seed)
+    body.verify_plan(
+        *(terminal_of(ctx, quiet, verbose), plan, body.choose_prompts(prompts, limit)),
+        max_new_tokens=max_new_tokens,
+        sampled=body.sampling_for(settings, sampled),
+        emulate=emulate,
+        threads=threads,
+        as_json=as_json,
+    )
+
+
+@app.command()
+def bench(
+    ctx: typer.Context,
+    plan: Plan,
+    modes: Modes = None,
+    prompts: Prompts = None,
+    limit: Limit = None,
+    repeat: Repeat = 3,
+    max_new_tokens: NewTokens = 64,
+    emulate: Emulate = False,
+    threads: Threads = None,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """Measure ways to decode against each other.
+
+    Modes take turns prompt by prompt: `ar` is plain decoding, `spec` the plan's own cycles,
+    `chainN` drafts N tokens with the plan's best skip mask, `ngramN` looks N tokens up.
+
+    \b
+    Examples:
+      plan bench my.plan
+      plan bench my.plan --modes ar,chain4,chain8,spec --limit 6 --json
+    """
+    from planner.commands import bench as body
+
+    body.bench_plan(
+        *(terminal_of(ctx, quiet, verbose), plan, body.choose_prompts(prompts, limit)),
+        modes=modes,
+        repeat=repeat,
+        max_new_tokens=max_new_tokens,
+        emulate=emulate,
+        threads=threads,
+        as_json=as_json,
+    )
+
+
+def dispatch(arguments: Sequence[str], terminal: Terminal) -> int:
+    """Parse ``arguments``, run the command; its exit code.
+
+    Typer without its own handling of errors, which takes several lines.
+
+    Raises:
+        InputError: The arguments are wrong.
+    """
+    command = typer.main.get_command(app)
+    try:
+        with command.make_context("plan", list(arguments), obj=terminal) as ctx:
+            command.invoke(ctx)
+    except Exit as error:
+        return error.exit_code
+    except TyperException as error:
+        ctx = getattr(error, "ctx", None)
+        where = ctx.command_path if ctx is not None else "plan"
+        what = error.format_message().rstrip(".")
+        raise InputError(what, hint=f"`{where} --help` shows how") from error
+    return 0

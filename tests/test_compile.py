@@ -1,0 +1,130 @@
+"""The whole compiler on tiny models: plans that load, run, are lossless, and repeat byte by byte."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tiny_models import GQA, MHA, TinyShape, write_hf_folder
+
+from planner.compile import Request, compile_plan
+from planner.prompt_file import Prompt
+from profiles.errors import FulcrumError, InfeasibleError, InputError, UnsupportedError
+from profiles.words import Format
+from runtime.cycle import OFF
+from runtime.plan_folder import load_plan
+from runtime.sampling import Sampling
+from runtime.session import Session
+
+PROMPTS = tuple(Prompt(f"p{i}", "c", f"count {i} {i + 1} {i + 2} count {i}") for i in range(6))
+DEVICE = "oneplus12"
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FULCRUM_CACHE", str(tmp_path / "cache"))
+
+
+def quiet(_stage: str, _done: int, _total: int) -> None:
+    """No progress."""
+
+
+def request(folder: Path, output: Path, fmt: Format = Format.W8A16) -> Request:
+    """A compile of a tiny model for the phone."""
+    return Request(str(folder), DEVICE, output, fmt, context=192, prompts=PROMPTS)
+
+
+@pytest.mark.parametrize("shape", [GQA, MHA])
+@pytest.mark.parametrize("fmt", [Format.W8A16, Format.F32])
+def test_a_compiled_plan_runs_and_is_lossless(
+    tmp_path: Path, shape: TinyShape, fmt: Format
+) -> None:
+    write_hf_folder(tmp_path / "model", shape)
+    plan = compile_plan(request(tmp_path / "model", tmp_path / "x.plan", fmt), quiet)
+    _, loaded = load_plan(tmp_path / "x.plan")
+    assert loaded == plan
+    assert {d.name for d in plan.decisions} >= {"placement", "layers[0]", "cycle[0]"}
+    with Session(tmp_path / "x.plan", emulate=True) as session:
+        for sampling in (Sampling(), Sampling(temperature=0.9, seed=5)):
+            plain = session.generate("count 4 5", max_new_tokens=40, sampling=sampling, cycle=OFF)
+            for bucket in plan.buckets:
+                again = session.generate(
+                    "count 4 5", max_new_tokens=40, sampling=sampling, cycle=bucket.cycle
+                )
+                assert again.token_ids == plain.token_ids
+            assert plain.stats.simulated_us > 0
+
+
+def compile_elsewhere(model: Path, output: Path, cache: Path) -> None:
+    """Compile in another process."""
+    code = (
+        "import sys, pathlib; sys.path.insert(0, 'tests')\n"
+        "import test_compile as t\n"
+        "from planner.compile import compile_plan\n"
+        f"t.compile_plan(t.request(pathlib.Path({str(model)!r}), pathlib.Path({str(output)!r})),"
+        " t.quiet)"
+    )
+    root = Path(__file__).parent.parent
+    subprocess.run(
+        [sys.executable, "-c", code],
+        check=True,
+        cwd=root,
+        env={"FULCRUM_CACHE": str(cache), "PATH": "/usr/bin:/bin"},
+        timeout=300,
+    )
+
+
+def test_two_compiles_in_two_processes_give_the_same_bytes(tmp_path: Path) -> None:
+    write_hf_folder(tmp_path / "model", GQA)
+    for name in ("a", "b"):
+        # Each with a cache of its own: nothing is handed from one to the other
+        compile_elsewhere(tmp_path / "model", tmp_path / f"{name}.plan", tmp_path / f"cache-{name}")
+    files = sorted(p.name for p in (tmp_path / "a.plan").iterdir())
+    assert files == sorted(p.name for p in (tmp_path / "b.plan").iterdir())
+    for name in files:
+        a, b = ((tmp_path / f"{plan}.plan" / name).read_bytes() for plan in "ab")
+        assert a == b, name
+    text = (tmp_path / "a.plan" / "plan.json").read_text()
+    assert str(tmp_path) not in text
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "says"),
+    [
+        ({"model": "smollm2-135n"}, InputError, "smollm2-135m"),
+        ({"device": "oneplus13"}, InputError, "oneplus12"),
+        ({"target_format": Format.W4}, UnsupportedError, "w8a16"),
+        ({"context": 1 << 20}, InputError, "context"),
+        ({"dram_budget_bytes": 1 << 20}, InfeasibleError, "--dram-budget"),
+    ],
+)
+def test_impossible_requests_say_why_and_leave_nothing(
+    tmp_path: Path, change: dict[str, object], error: type[FulcrumError], says: str
+) -> None:
+    write_hf_folder(tmp_path / "model", GQA)
+    fields = {"model": str(tmp_path / "model"), "device": DEVICE, "prompts": PROMPTS}
+    asked = Request(**(fields | {"output": tmp_path / "x.plan"} | change))  # type: ignore[arg-type]
+    with pytest.raises(error, match=says):
+        compile_plan(asked, quiet)
+    assert sorted(p.name for p in tmp_path.iterdir() if p.name != "cache") == ["model"]
+
+
+def test_an_interrupt_at_any_stage_leaves_nothing(tmp_path: Path) -> None:
+    write_hf_folder(tmp_path / "model", GQA)
+    seen: list[str] = []
+
+    def note(stage: str, _done: int, _total: int) -> None:
+        if stage not in seen:
+            seen.append(stage)
+            raise KeyboardInterrupt
+
+    for _ in range(30):
+        try:
+            compile_plan(request(tmp_path / "model", tmp_path / "x.plan"), note)
+        except KeyboardInterrupt:
+            left = sorted(p.name for p in tmp_path.iterdir() if p.name != "cache")
+            assert left == ["model"]
+        else:
+            break
+    assert len(seen) >= 5
+    load_plan(tmp_path / "x.plan")

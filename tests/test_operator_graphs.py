@@ -1,0 +1,177 @@
+"""Operators that are timed compute what the plan's graphs compute."""
+
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from numpy.typing import NDArray
+from onnx import numpy_helper
+
+from lowering.operator_graphs import (
+    VALUE_STEPS,
+    OperatorGraph,
+    attention_graph,
+    glue_graph,
+    linear_graph,
+    node_chain,
+    probe_spec,
+)
+from lowering.quantize import linear_reference
+from planner.host_kernels import OperatorSession, probe_target
+from profiles.points import AttentionShape, GlueShape, LinearShape
+from profiles.words import Format
+from runtime.backends import open_session
+from runtime.kv_cache import KvCache
+from runtime.target import chain_mask
+
+Floats = NDArray[np.float32]
+
+
+def evaluate(graph: OperatorGraph, feeds: dict[str, Any]) -> dict[str, Any]:
+    session = open_session(graph.model, {}, 1)
+    names = [place.name for place in session.get_outputs()]
+    return dict(zip(names, session.run(names, feeds), strict=True))
+
+
+def constants(graph: OperatorGraph) -> dict[str, Any]:
+    model = onnx.load_from_string(graph.model)
+    return {proto.name: numpy_helper.to_array(proto).copy() for proto in model.graph.initializer}
+
+
+def noise(*shape: int, seed: int = 0) -> Floats:
+    return np.random.default_rng(seed).standard_normal(shape, np.float32)
+
+
+def rotated(rows: Floats, angles: Floats) -> Floats:
+    """``rows`` [w, heads, hd] turned by ``angles`` [w, hd / 2], first half against second."""
+    first, second = np.split(rows, 2, axis=-1)
+    cos, sin = np.cos(angles)[:, None], np.sin(angles)[:, None]
+    return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+
+@pytest.mark.parametrize("fmt", [Format.W8A16, Format.W8A8])
+def test_each_8_bit_product_is_the_reference_of_its_own_weights(fmt: Format) -> None:
+    graph = linear_graph(LinearShape(48, 40), fmt, repeats=3)
+    x = {f"x.{i}": noise(5, 48, seed=i) for i in range(3)}
+    got, stored = evaluate(graph, x), constants(graph)
+    for i in range(3):
+        weight, scale = stored[f"w.{i}"], stored[f"w.{i}.scale"]
+        expected = linear_reference(torch.from_numpy(x[f"x.{i}"]), weight, scale, fmt).numpy()
+        np.testing.assert_allclose(got[f"y.{i}"], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_each_f32_product_is_the_plain_one() -> None:
+    graph = linear_graph(LinearShape(48, 40), Format.F32, repeats=2)
+    x = {f"x.{i}": noise(5, 48, seed=i) for i in range(2)}
+    got, stored = evaluate(graph, x), constants(graph)
+    for i in range(2):
+        np.testing.assert_allclose(got[f"y.{i}"], x[f"x.{i}"] @ stored[f"w.{i}"], atol=1e-5)
+
+
+@pytest.mark.parametrize("fmt", [Format.W8A16, Format.W8A8, Format.F32])
+def test_repeats_have_weights_of_their_own(fmt: Format) -> None:
+    stored = constants(linear_graph(LinearShape(32, 32), fmt, repeats=4))
+    weights = [stored[f"w.{i}"] for i in range(4)]
+    assert len({weight.tobytes() for weight in weights}) == 4
+    assert fmt is Format.F32 or min(weight.min() for weight in weights) >= 1
+
+
+def test_attention_is_softmax_over_past_and_own_rows() -> None:
+    shape, width, past = AttentionShape(4, 2, 16), 3, 6
+    graph = attention_graph(shape, context=32, repeats=2)
+    feeds: dict[str, Any] = {
+        "hidden": noise(width, 64),
+        "positions": np.arange(past - 1, past - 1 + width)[None],
+        "mask": chain_mask(width, width, past - 1, past),
+    }
+    for i in range(2):
+        feeds[f"qkv.{i}"] = noise(width, 128, seed=i)
+        feeds[f"key.{i}"] = noise(2, past, 16, seed=10 + i)
+        feeds[f"value.{i}"] = np.rint(noise(2, past, 16, seed=20 + i) * VALUE_STEPS)
+    got = evaluate(graph, feeds)
+    for i in range(2):
+        out, key, value = attention(feeds, i)
+        np.testing.assert_allclose(got[f"out.{i}"], out, atol=1e-4)
+        np.testing.assert_allclose(got[f"new_key.{i}"], key, atol=1e-5)
+        np.testing.assert_array_equal(got[f"new_value.{i}"], value)
+
+
+def attention(feeds: dict[str, Any], layer: int) -> tuple[Floats, Floats, Floats]:
+    """Output, new keys and new values of 4 heads in 2 groups of 16 elements."""
+    width = len(feeds["hidden"])
+    positions = feeds["positions"][0]
+    angles = positions[:, None] * 10_000.0 ** (-2 * np.arange(8) / 16)
+    q, k, v = np.split(feeds[f"qkv.{layer}"].reshape(width, 8, 16), [4, 6], axis=1)
+    q, k = (rotated(rows, angles.astype(np.float32)) for rows in (q, k))
+    k, v = k.transpose(1, 0, 2), np.rint(v * VALUE_STEPS).transpose(1, 0, 2)
+    keys = np.concatenate([feeds[f"key.{layer}"], k], axis=1)
+    values = np.concatenate([feeds[f"value.{layer}"], v], axis=1) / VALUE_STEPS
+    heads: list[Floats] = []
+    for head in range(4):
+        scores = q[:, head] @ keys[head // 2].T / 4 + feeds["mask"]
+        weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        heads.append(weights / weights.sum(axis=-1, keepdims=True) @ values[head // 2])
+    return np.concatenate(heads, axis=-1), k, v
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_glue_is_norm_residual_and_activation_behind_switches(on: bool) -> None:
+    graph = glue_graph(GlueShape(48), pairs=2)
+    assert graph.repeats == 4
+    both = {f"both.{i}": noise(3, 256, seed=i) for i in range(2)}
+    switches = {f"on.{i}": np.array(on) for i in range(4)}
+    got = evaluate(graph, {"hidden": noise(3, 48), **both, **switches})
+    expected = noise(3, 48)
+    for _ in range(4 if on else 0):
+        norm = np.sqrt((expected**2).mean(axis=-1, keepdims=True) + 1e-5)
+        expected = expected + expected / norm
+    np.testing.assert_allclose(got["hidden_out"], expected, rtol=1e-5)
+    for i in range(2 if on else 0):
+        gate, up = np.split(both[f"both.{i}"], 2, axis=-1)
+        np.testing.assert_allclose(got[f"gated.{i}"], gate / (1 + np.exp(-gate)) * up, atol=1e-5)
+
+
+def test_no_repeat_is_merged_with_another(tmp_path: Any) -> None:
+    import onnxruntime as ort
+
+    options = ort.SessionOptions()
+    options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
+    options.log_severity_level = 4
+    graph = linear_graph(LinearShape(32, 32), Format.W8A16, repeats=5)
+    ort.InferenceSession(graph.model, options, providers=["CPUExecutionProvider"])
+    nodes = onnx.load(tmp_path / "optimized.onnx").graph.node
+    counts = [sum(node.op_type == op for node in nodes) for op in ("Abs", "MatMulIntegerToFloat")]
+    assert counts == [5, 5]
+
+
+def test_graphs_repeat_byte_for_byte() -> None:
+    first, second = (attention_graph(AttentionShape(4, 2, 16), 32, 2) for _ in "ab")
+    assert first == second
+
+
+def test_session_runs_every_operator_at_any_width_and_context() -> None:
+    graphs = [
+        linear_graph(LinearShape(32, 48), Format.W8A16, 2),
+        attention_graph(AttentionShape(4, 2, 16), 64, 2),
+        glue_graph(GlueShape(32), 1),
+        node_chain(3),
+    ]
+    for graph in graphs:
+        session = OperatorSession(graph, threads=1)
+        for width, context in ((1, 8), (4, 8), (1, 16), (1, 8)):
+            session.run(width, context)
+        session.close()
+
+
+def test_probe_model_runs_as_a_plans_target_does() -> None:
+    spec = probe_spec(layers=2, hidden=64, attention=AttentionShape(4, 2, 16), max_context=64)
+    with probe_target(spec, threads=1) as target:
+        cache = KvCache(spec, 16, 16)
+        result = target.run_chain([1, 2, 3], 0, cache)
+        logits = target.logits(result.hidden)
+        skipped = target.run_chain([1, 2, 3], 0, cache, ~target.all_on)
+        np.testing.assert_array_equal(skipped.hidden, target.embed([1, 2, 3]))
+    assert logits.shape == (3, spec.vocab)
+    assert np.isfinite(logits).all()
