@@ -12,7 +12,7 @@ from planner.memory import kv_bytes_per_token
 from planner.pass_tables import NGRAM_US, PassTimes, best_chunk, cost_tables
 from planner.placement import Machine, PlacedPass
 from planner.prompt_file import Split
-from planner.search import FINALISTS, BucketChoice, Mask
+from planner.search import BucketChoice, Mask
 from profiles.profile import digest, provenance_counts
 from profiles.words import Provenance, SubLayerId
 from runtime.plan import (
@@ -104,13 +104,20 @@ def assemble(
 
 
 def all_masks(choices: Sequence[BucketChoice]) -> list[Mask]:
-    """The full target, then every mask that is chosen or was a finalist, each once."""
+    """The full target, then every mask that was measured to full depth, each bucket's best first.
+
+    A plan that does not use them carries them too, so that a bench can show what they would do.
+    """
     masks: list[Mask] = [()]
     for choice in choices:
-        for mask in (choice.ranked[0].skipped, *choice.masks[:FINALISTS]):
-            if mask not in masks:
-                masks.append(mask)
+        masks += [o.skipped for o in skip_winners(choice) if o.skipped not in masks]
     return masks
+
+
+def skip_winners(choice: BucketChoice) -> list[Option]:
+    """The fastest chain under each mask of a bucket, fastest first."""
+    best = {o.skipped: o for o in reversed(choice.ranked) if o.skipped}
+    return sorted(best.values(), key=lambda o: -o.tokens_per_s)
 
 
 def with_mask(option: Option, masks: Sequence[Mask]) -> Cycle:
@@ -227,8 +234,7 @@ def placement_decision(decided: Decided) -> Decision:
 def mask_decision(entry: tuple[int, BucketChoice]) -> Decision:
     """Which sub-layers would draft best in a bucket, whether or not they do."""
     index, choice = entry
-    best = {o.skipped: o for o in reversed(choice.ranked) if o.skipped}
-    options = sorted(best.values(), key=lambda o: -o.tokens_per_s)
+    options = skip_winners(choice)
     chosen = options[0]
     return Decision(
         name=f"layers[{index}]",

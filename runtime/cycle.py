@@ -59,12 +59,20 @@ class Decoding:
         self._masks = [target.active(mask.skipped) for mask in plan.masks]
         self._ngrams: dict[tuple[int, int], NgramIndex] = {}
 
-    def prefill(self) -> None:
-        """Compute and commit every prompt position but the last."""
+    def prefill(self, known: Sequence[int] = ()) -> None:
+        """Compute and commit every prompt position but the last.
+
+        ``known`` are the tokens whose rows the cache holds already. Where the prompt begins with
+        them their rows stay: no row depends on the pass that computed it.
+        """
         cache, prompt, chunk = self._cache, self.tokens, self._plan.prefill.chunk
-        cache.truncate(0)
-        for start in range(0, len(prompt) - 1, chunk):
-            ids = prompt[start : min(start + chunk, len(prompt) - 1)]
+        last = len(prompt) - 1
+        kept = 0
+        while kept < min(last, len(known)) and known[kept] == prompt[kept]:
+            kept += 1
+        cache.truncate(kept)
+        for start in range(kept, last, chunk):
+            ids = prompt[start : min(start + chunk, last)]
             width = commit_width(self._plan.numerics, len(ids))
             result = self._target.run_chain(ids, start, cache, width=width)
             cache.commit(result.keys, result.values, slice(0, len(ids)))

@@ -66,6 +66,8 @@ class Session:
         )
         limit = plan.context + WIDEST_PASS
         self._cache = KvCache(plan.model, plan.kv.growth_tokens, limit)
+        self._held: list[int] = []
+        """Tokens of the latest generation; the cache holds the rows of its first ``length``."""
         self._busy = False
         self.last: Generation | None = None
         """The latest finished generation."""
@@ -144,7 +146,7 @@ class Session:
         """Logits [vocab] of the token after ``ids``, as plain decoding computes them."""
         self._check_request(ids, 1)
         run = Decoding(self.plan, self._target, self._cache, ids, GREEDY)
-        run.prefill()
+        self._prefill(run)
         width = commit_width(self.plan.numerics, 1)
         last = self._target.run_chain([ids[-1]], len(ids) - 1, self._cache, width=width)
         return self._target.logits(last.hidden[:1])[0]
@@ -152,10 +154,11 @@ class Session:
     def _decode(
         self, prompt: Sequence[int], max_new_tokens: int, sampling: Sampling, cycle: Cycle | None
     ) -> Iterator[list[int]]:
+        self.last = None
         stats = Stats(prompt_tokens=len(prompt))
         run = Decoding(self.plan, self._target, self._cache, prompt, sampling, cycle)
         began = time.perf_counter()
-        run.prefill()
+        self._prefill(run)
         started = time.perf_counter()
         stats.prefill_us = 1e6 * (started - began)
         end = min(len(prompt) + max_new_tokens, self.plan.context)
@@ -181,6 +184,12 @@ class Session:
                 break
         new = tuple(run.tokens[len(prompt) :])
         self.last = Generation(self.tokens.decode(new), new, reason, stats)
+
+    def _prefill(self, run: Decoding) -> None:
+        """Read the prompt, but for what it shares with the latest generation."""
+        # Rows below the cursor belong to these tokens at every moment, also after an interrupt.
+        held, self._held = self._held[: self._cache.length], run.tokens
+        run.prefill(held)
 
     def finished(self) -> Generation:
         """The latest generation; ``FulcrumError`` when none was carried to its end."""
