@@ -64,7 +64,9 @@ LINEAR = {
 20 to 60 MB a graph, more for the large ones, whose time is that of reading them.
 """
 
-ATTENTION = (AttentionShape(9, 3, 64), AttentionShape(32, 8, 128))
+ATTENTION = {AttentionShape(9, 3, 64): 16, AttentionShape(32, 8, 128): 6}
+"""Layers of its graph at the shortest context; fewer at longer ones, where a layer reads more."""
+
 CONTEXTS = (128, 512, 2048)
 GLUE = (GlueShape(576), GlueShape(2048))
 
@@ -191,10 +193,10 @@ def _linear_widths(shape: LinearShape, fmt: Format) -> tuple[int, ...]:
 
 
 def _attention(opened: _Open) -> Iterator[Timed]:
-    for shape in ATTENTION:
+    for shape, most in ATTENTION.items():
         for context in CONTEXTS:
-            # what a layer reads grows with the context, so fewer of them leave the caches
-            layers = max(1, min(8, 2**21 // (shape.heads * shape.head_dim * context)))
+            # never one alone: the first in a run finds its code cold, which is the pass's cost
+            layers = max(2, round(most * math.sqrt(min(CONTEXTS) / context)))
             session = opened(attention_graph(shape, 2 * max(CONTEXTS), layers))
             for width in FEWER_WIDTHS:
                 if shape.heads * width * context <= 2**20 + 2**18:

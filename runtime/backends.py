@@ -143,4 +143,4 @@ class HeadSession:
 
     def logits(self, hidden: Array) -> Array:
         """[w, hidden] -> [w, vocab] float32."""
-        return self._session.run(["logits"], {"hidden": hidden})[0]
+        return np.asarray(self._session.run(["logits"], {"hidden": hidden})[0])

@@ -1,10 +1,13 @@
 """Fixtures that several test modules share."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from compiled_models import Recipe, compile_recipe
+
+from runtime.session import Session
 
 
 @pytest.fixture(scope="session")
@@ -21,3 +24,19 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Recipe], Pat
         return folders[recipe]
 
     return folder_of
+
+
+@pytest.fixture(scope="session")
+def opened(compiled: Callable[[Recipe], Path]) -> Iterator[Callable[..., Session]]:
+    """The session of a recipe, opened once; options as for ``load``."""
+    sessions: dict[object, Session] = {}
+
+    def session_of(what: Recipe, **options: Any) -> Session:
+        key = what, tuple(options.items())
+        if key not in sessions:
+            sessions[key] = Session(compiled(what), **options)
+        return sessions[key]
+
+    yield session_of
+    for session in sessions.values():
+        session.close()

@@ -2,7 +2,7 @@
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,22 +50,6 @@ def recipe(name: str = "gqa", fmt: Format = Format.W8A16, **changes: Any) -> Rec
     shape = SHAPES[name]
     masks = tuple(tuple(s for s in mask if s < 2 * shape.layers) for mask in MASKS)
     return Recipe(shape=shape, format=fmt, seed=1, masks=masks, faint=FAINT, **changes)
-
-
-@pytest.fixture(scope="session")
-def opened(compiled: Compiled) -> Iterator[Opened]:
-    """The session of a recipe, opened once; options as for ``load``."""
-    sessions: dict[object, Session] = {}
-
-    def session_of(what: Recipe, **options: Any) -> Session:
-        key = what, tuple(options.items())
-        if key not in sessions:
-            sessions[key] = Session(compiled(what), **options)
-        return sessions[key]
-
-    yield session_of
-    for session in sessions.values():
-        session.close()
 
 
 def skip(length: int, mask: int = 1) -> Cycle:

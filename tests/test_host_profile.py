@@ -226,7 +226,7 @@ def shrink(monkeypatch: pytest.MonkeyPatch) -> None:
     parts = [part for kind in SubLayerKind for part in sub_layer_parts(SPEC, kind)]
     products = {shape: 2 for _, shape in parts if isinstance(shape, LinearShape)}
     monkeypatch.setattr(host_kernels, "LINEAR", products)
-    monkeypatch.setattr(host_kernels, "ATTENTION", (AttentionShape(4, 2, 16),))
+    monkeypatch.setattr(host_kernels, "ATTENTION", {AttentionShape(4, 2, 16): 2})
     monkeypatch.setattr(host_kernels, "CONTEXTS", (host_kernels.PROBE_CONTEXT,))
     monkeypatch.setattr(host_kernels, "GLUE", (GlueShape(64),))
     monkeypatch.setattr(host_kernels, "PROBE", SPEC)

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import GQA, tiny_spec
 
@@ -115,6 +115,7 @@ def test_a_rollback_is_bit_equal_to_never_having_gone_on() -> None:
     assert committed(cache) == committed(straight)
 
 
+@settings(deadline=None)
 @given(steps=st.lists(st.tuples(st.sampled_from("cwrt"), st.integers(0, 12)), max_size=30))
 def test_any_history_equals_a_list_of_rows(steps: list[tuple[str, int]]) -> None:
     cache, model = KvCache(SPEC, 4, 10_000), []
