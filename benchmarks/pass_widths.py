@@ -42,7 +42,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int)
     args = parser.parse_args()
     with Session(args.plan, threads=args.threads) as session:
-        plan, target = session.plan, session._target  # noqa: SLF001
+        plan, target = session.plan, session._target
         prices = PriceList(plan.tables)
         for context in CONTEXTS:
             cache = KvCache(plan.model, plan.kv.growth_tokens, 1 << 16)
@@ -58,14 +58,16 @@ def main() -> None:
                 told = prices.pass_us(PassKind.VERIFY, 0, width, context) / 1e3
                 print(f"context {context:5d} width {name:>2}: {ms:7.2f} ms, predicted {told:7.2f}")
         hidden = target.embed([1])
+        cache = KvCache(plan.model, plan.kv.growth_tokens, 1 << 16)
+        cache.reserve(CONTEXTS[0] + 1)
         off = target.active(range(plan.model.sub_layers))
         others: dict[str, Callable[[], object]] = {
             "head, 1 row": lambda: target.logits(hidden),
-            "all switched off": lambda: target.run_chain([1], 128, cache, off),
+            "all switched off": lambda: target.run_chain([1], CONTEXTS[0], cache, off),
         }
         if len(plan.masks) > 1:
             skip = target.active(plan.masks[1].skipped)
-            others["skip mask 1"] = lambda: target.run_chain([1], 128, cache, skip)
+            others["skip mask 1"] = lambda: target.run_chain([1], CONTEXTS[0], cache, skip)
         for name, ms in median_ms(others, args.repeat).items():
             print(f"{name}: {ms:.3f} ms")
 

@@ -24,6 +24,8 @@ from profiles.words import Format
 from runtime.model_spec import ModelSpec
 from runtime.plan import WEIGHTS_FILE, TensorRef, TensorType
 
+Constant = np.ndarray[Any, Any]
+
 OPSET = 21
 IR_VERSION = 10
 CONTRIB = "com.microsoft"
@@ -73,10 +75,10 @@ class Template:
         self.group = spec.heads // spec.kv_heads
         kv, hd, q_dim = spec.kv_heads, spec.head_dim, spec.heads * spec.head_dim
         shift = probability_bits(context) * math.log(2)
-        self.constants: dict[str, np.ndarray[Any, Any]] = {
-            "grid_shift": np.float32(shift),
-            "value_low": np.float32(-(1 << VALUE_BITS)),
-            "value_high": np.float32(1 << VALUE_BITS),
+        self.constants: dict[str, Constant] = {
+            "grid_shift": np.array(shift, np.float32),
+            "value_low": np.array(-(1 << VALUE_BITS), np.float32),
+            "value_high": np.array(1 << VALUE_BITS, np.float32),
             "last_axis": np.array([-1]),
             "mask_axes": np.array([0, 2]),
             "one_kv": np.array([kv]),
@@ -99,19 +101,19 @@ class Template:
         return [numpy_helper.from_array(np.asarray(v), k) for k, v in self.constants.items()]
 
 
-def linear_constants(fmt: Format) -> dict[str, np.ndarray[Any, Any]]:
+def linear_constants(fmt: Format) -> dict[str, Constant]:
     """Constants that ``linear`` refers to."""
     if fmt is Format.F32:
         return {}
-    constants: dict[str, np.ndarray[Any, Any]] = {
+    constants: dict[str, Constant] = {
         "smallest": np.asarray(SMALLEST_ROW),
-        "zero_point": np.uint8(ZERO_POINT),  # type: ignore[dict-item]
-        "step": np.float32(1 / STEPS),  # type: ignore[dict-item]
+        "zero_point": np.array(ZERO_POINT, np.uint8),
+        "step": np.array(1 / STEPS, np.float32),
         "last_axis": np.array([-1]),
     }
     if fmt is Format.W8A16:
-        constants["fine_step"] = np.asarray(np.float32(1 / (STEPS * 256)))
-        constants["fine"] = np.asarray(np.float32(1 / 256))
+        constants["fine_step"] = np.array(1 / (STEPS * 256), np.float32)
+        constants["fine"] = np.array(1 / 256, np.float32)
     return constants
 
 

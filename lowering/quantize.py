@@ -42,9 +42,7 @@ def dequantize_channels(stored: Array, scale: Array) -> Array:
     return np.ascontiguousarray((steps * scale).T)
 
 
-def linear_reference(
-    x: "torch.Tensor", stored: Array, scale: Array, fmt: Format
-) -> "torch.Tensor":
+def linear_reference(x: "torch.Tensor", stored: Array, scale: Array, fmt: Format) -> "torch.Tensor":
     """The integer product of ``w8a16`` and ``w8a8`` in torch, step by step as the graphs do it.
 
     ``x`` [w, in] float32, ``stored`` [in, out] uint8, ``scale`` [out] -> [w, out] float32.
@@ -52,14 +50,14 @@ def linear_reference(
     import torch
 
     weight = torch.from_numpy(np.ascontiguousarray(stored)).to(torch.float64) - ZERO_POINT
-    channel = torch.from_numpy(np.ascontiguousarray(scale)) * np.float32(1 / STEPS)
+    channel = torch.from_numpy(np.ascontiguousarray(scale)) * float(np.float32(1 / STEPS))
     largest = x.abs().amax(dim=-1, keepdim=True).clamp_min(float(SMALLEST_ROW))
     unit = x / largest
     high = (unit * STEPS).round().clamp(-ZERO_POINT, STEPS)
     # Byte products summed in float64 are exact: fewer than 2**53 / 2**14 terms.
     y = (high.double() @ weight).float() * channel
     if fmt is Format.W8A16:
-        rest = unit - high * np.float32(1 / STEPS)
+        rest = unit - high * float(np.float32(1 / STEPS))
         low = (rest * (STEPS * 256)).round().clamp(-ZERO_POINT, STEPS)
-        y = y + (low.double() @ weight).float() * channel * np.float32(1 / 256)
+        y = y + (low.double() @ weight).float() * channel / 256
     return y * largest

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from planner.corpus import GROWTH_TOKENS, PREFILL_ROWS, Text
+from planner.corpus import Text
 from profiles.words import SubLayerId
 from runtime.backends import HIDDEN
 from runtime.kv_cache import KvCache
@@ -50,17 +50,6 @@ class SkipLoss(msgspec.Struct, frozen=True):
     def agreement(self) -> float:
         """Share of positions with the same next token."""
         return self.hits / self.positions
-
-
-def committed_cache(target: Target, text: Text) -> KvCache:
-    """A cache with the exact rows of every position of ``text`` but the last."""
-    last = len(text.tokens) - 1
-    cache = KvCache(target.spec, GROWTH_TOKENS, 1 << 20)
-    for start in range(0, last, PREFILL_ROWS):
-        ids = text.tokens[start : min(start + PREFILL_ROWS, last)]
-        result = target.run_chain(ids, start, cache)
-        cache.commit(result.keys, result.values, slice(0, len(ids)))
-    return cache
 
 
 def draft_agreement(
@@ -105,9 +94,7 @@ def _draft_mask(
     return mask
 
 
-def skip_losses(
-    target: Target, text: Text, cache: KvCache, roots: Sequence[int]
-) -> list[SkipLoss]:
+def skip_losses(target: Target, text: Text, cache: KvCache, roots: Sequence[int]) -> list[SkipLoss]:
     """For each of the 2L sub-layers: the loss when it alone is left out, at ``roots``.
 
     The hidden rows before every sub-layer are kept, so a skip recomputes only what follows it.

@@ -64,7 +64,7 @@ def assemble(
     context: int,
 ) -> ExecutionPlan:
     """The plan; deterministic in its arguments."""
-    times, profile = decided.times, decided.machine.profile
+    times = decided.times
     masks = all_masks(decided.choices)
     chunk = best_chunk(times, min(PREFILL_CONTEXT, context))
     buckets = tuple(
@@ -104,7 +104,7 @@ def assemble(
 
 
 def all_masks(choices: Sequence[BucketChoice]) -> list[Mask]:
-    """The full target, then every mask that was measured to full depth, each bucket's best first.
+    """The full target, then every mask that reached the last round, each bucket's best first.
 
     A plan that does not use them carries them too, so that a bench can show what they would do.
     """
@@ -202,8 +202,8 @@ def decisions(decided: Decided) -> tuple[Decision, ...]:
             f"cycle[{index}]",
             choice.ranked,
             choice.off,
-            note=f"context {choice.range.start} to {choice.range.end}; speeds of the re-score split,"
-            f" priced at {choice.range.middle} tokens",
+            note=f"context {choice.range.start} to {choice.range.end}, priced at"
+            f" {choice.range.middle} tokens; speeds of the re-score split",
         )
         for index, choice in enumerate(decided.choices)
     ]
@@ -249,9 +249,8 @@ def mask_decision(entry: tuple[int, BucketChoice]) -> Decision:
             for o in options
         ),
         flips_when=mask_flip(options),
-        note=f"{len(choice.masks)} sets measured, {choice.hopeless} proposed ones could not pay"
-        " even if every token were accepted; agreement by depth "
-        + ", ".join(f"{rate:.2f}" for rate in chosen.acceptance),
+        note=f"{choice.hopeful} of {choice.proposed} proposed sets could pay if every token were"
+        " accepted; agreement by depth " + ", ".join(f"{rate:.2f}" for rate in chosen.acceptance),
     )
 
 

@@ -12,7 +12,7 @@ import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import msgspec
 
@@ -20,12 +20,11 @@ from lowering.source import ModelSource
 from planner.agreement import (
     DepthCounts,
     SkipLoss,
-    committed_cache,
     draft_agreement,
     pooled,
     skip_losses,
 )
-from planner.corpus import Text, continue_prompts
+from planner.corpus import Text, committed_cache, continue_prompts
 from planner.prompt_file import Prompt, Split
 from planner.quality import measure_quality
 from profiles.errors import InputError
@@ -44,6 +43,8 @@ LOSS_TEXTS = 6
 LOSS_ROOTS = 32
 """Positions of each."""
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class Report(Protocol):
@@ -105,15 +106,15 @@ class Calibration:
     def texts(self, split: Split) -> list[Text]:
         """Prompts of ``split`` with the target's own greedy continuations."""
         if split not in self._store.texts:
-            encoded = [
-                (p.id, p.category, self._encode(p.prompt)) for p in self._prompts[split]
-            ]
+            encoded = [(p.id, p.category, self._encode(p.prompt)) for p in self._prompts[split]]
             stage = f"continuing {len(encoded)} prompts ({split})"
             made = continue_prompts(
                 *(self._target, encoded, NEW_TOKENS, self._tokens),
                 lambda done: self._report(stage, done, NEW_TOKENS),
             )
-            self._store.texts[split] = [text for text in made if len(text.roots) > 1]
+            usable = [(text, cache) for text, cache in made if len(text.roots) > 1]
+            self._store.texts[split] = [text for text, _ in usable]
+            self._caches = split, [cache for _, cache in usable]
             self._save()
         return self._store.texts[split]
 
@@ -127,13 +128,12 @@ class Calibration:
 
     def skip_losses(self) -> list[SkipLoss]:
         """What each sub-layer is worth: the loss when it alone is left out (search split)."""
-        texts = self.texts(Split.SEARCH)[:: max(1, len(self.texts(Split.SEARCH)) // LOSS_TEXTS)]
-        texts = texts[:LOSS_TEXTS]
+        texts = spread(self.texts(Split.SEARCH), LOSS_TEXTS)
         for index in range(len(self._store.losses), len(texts)):
             self._report("leaving out single sub-layers", index, len(texts))
             text = texts[index]
-            roots = text.roots[:: max(1, len(text.roots) // LOSS_ROOTS)][:LOSS_ROOTS]
-            cache = committed_cache(self._target, text)
+            roots = spread(text.roots, LOSS_ROOTS)
+            cache = committed_cache(self._target, text.tokens)
             self._store.losses.append(skip_losses(self._target, text, cache, roots))
             self._save()
         self._report("leaving out single sub-layers", len(texts), len(texts))
@@ -165,7 +165,7 @@ class Calibration:
             caches: list[KvCache] = []
             for index, text in enumerate(texts):
                 self._report(f"reading prompts ({split})", index, len(texts))
-                caches.append(committed_cache(self._target, text))
+                caches.append(committed_cache(self._target, text.tokens))
             self._caches = split, caches
         return self._caches[1]
 
@@ -182,6 +182,11 @@ class Calibration:
 
     def _save(self) -> None:
         write_store(self._file, self._store)
+
+
+def spread(items: Sequence[T], count: int) -> Sequence[T]:
+    """At most ``count`` of ``items``, evenly spaced, the first one included."""
+    return items[:: max(1, len(items) // count)][:count]
 
 
 def split_prompts(prompts: Sequence[Prompt]) -> dict[Split, list[Prompt]]:
@@ -223,5 +228,3 @@ def write_store(file: Path, store: Store) -> None:
         with contextlib.suppress(OSError):
             partial.unlink()
         log.warning("cannot keep the calibration: %s", error)
-
-

@@ -79,9 +79,7 @@ def compile_plan(request: Request, report: Report) -> ExecutionPlan:
             check_quality(quality, request.target_format)
             machine = Machine(profile, source.spec, request.target_format)
             decided = decide(machine, calibration, context)
-        plan = assemble(
-            source, emission, decided, calibration, quality, need, budget, context
-        )
+        plan = assemble(source, emission, decided, calibration, quality, need, budget, context)
         writer.commit(plan)
     return plan
 

@@ -20,6 +20,8 @@ Array = np.ndarray[Any, Any]
 
 GROWTH_TOKENS = 64
 PREFILL_ROWS = 64
+LARGEST_CACHE = 1 << 20
+"""Slots; calibration takes what its texts need."""
 
 
 class Text(msgspec.Struct, frozen=True):
@@ -36,17 +38,29 @@ class Text(msgspec.Struct, frozen=True):
         return range(self.prompt_tokens - 1, len(self.tokens) - 1)
 
 
+def committed_cache(target: Target, tokens: Sequence[int]) -> KvCache:
+    """A cache with the exact rows of every one of ``tokens`` but the last."""
+    last = len(tokens) - 1
+    cache = KvCache(target.spec, GROWTH_TOKENS, LARGEST_CACHE)
+    for start in range(0, last, PREFILL_ROWS):
+        ids = tokens[start : min(start + PREFILL_ROWS, last)]
+        result = target.run_chain(ids, start, cache)
+        cache.commit(result.keys, result.values, slice(0, len(ids)))
+    return cache
+
+
 def continue_prompts(
     target: Target,
     prompts: Sequence[tuple[str, str, list[int]]],
     new_tokens: int,
     tokens: Tokens,
     progress: Callable[[int], None],
-) -> list[Text]:
+) -> list[tuple[Text, KvCache]]:
     """Greedy continuations of (id, category, prompt ids), all prompts in one pass a token.
 
     They share one cache: each row's mask shows it the slots of its own sequence alone, which
-    gives bit by bit what it would give on its own. ``progress`` is told the tokens made so far.
+    gives bit by bit what it would give on its own. Every text comes with a cache of its own that
+    holds all its rows but the last. ``progress`` is told the tokens made so far.
     """
     batch = _Batch(target, [ids for _, _, ids in prompts], new_tokens)
     for made in range(new_tokens):
@@ -54,8 +68,8 @@ def continue_prompts(
             break
         progress(made + 1)
     return [
-        Text(key, category, len(ids), tuple(done))
-        for (key, category, ids), done in zip(prompts, batch.tokens, strict=True)
+        (Text(key, category, len(ids), tuple(batch.tokens[index])), batch.cache_of(index))
+        for index, (key, category, ids) in enumerate(prompts)
     ]
 
 
@@ -66,38 +80,43 @@ class _Batch:
         self._target = target
         self.tokens = [list(ids) for ids in prompts]
         slots = sum(map(len, prompts)) + len(prompts) * new_tokens
-        self._cache = KvCache(target.spec, GROWTH_TOKENS, slots + GROWTH_TOKENS)
+        self._cache = KvCache(target.spec, GROWTH_TOKENS, LARGEST_CACHE)
         self._cache.reserve(slots)
         self._seen = np.zeros((len(prompts), self._cache.capacity), np.bool_)
         self._open = list(range(len(prompts)))
         for index, ids in enumerate(prompts):
-            for start in range(0, len(ids) - 1, PREFILL_ROWS):
-                part = ids[start : min(start + PREFILL_ROWS, len(ids) - 1)]
-                self._run([index] * len(part), part, range(start, start + len(part)))
-
-    def _run(self, owners: Sequence[int], ids: Sequence[int], positions: Sequence[int]) -> Array:
-        """Rows of sequences ``owners``; a row sees its own sequence and its row's predecessors."""
-        width, cache = len(ids), self._cache
-        own = np.equal.outer(owners, owners) & np.tri(width, dtype=np.bool_)
-        visible = np.concatenate([self._seen[list(owners)], own], axis=1)
-        mask = np.where(visible, np.float32(0), HIDDEN)
-        result = self._target.run(
-            self._target.embed(ids), np.asarray(positions), mask, cache, self._target.all_on
-        )
-        self._seen[list(owners), np.arange(cache.length, cache.length + width)] = True
-        cache.commit(result.keys, result.values, slice(0, width))
-        return result.hidden
+            alone, start = committed_cache(target, ids), self._cache.length
+            self._cache.commit(alone.keys, alone.values, slice(0, alone.length))
+            self._seen[index, start : self._cache.length] = True
 
     def step(self, tokens: Tokens) -> bool:
         """Add a token to every open sequence; False when none is open."""
         if not self._open:
             return False
-        last = [self.tokens[i][-1] for i in self._open]
         positions = [len(self.tokens[i]) - 1 for i in self._open]
-        logits = self._target.logits(self._run(self._open, last, positions))
+        logits = self._target.logits(self._run(positions))
         chosen = choose(logits, [p + 1 for p in positions], GREEDY).tolist()
         for index, token in zip(self._open, chosen, strict=True):
             self.tokens[index].append(token)
         ended = {i for i in self._open if tokens.finish(self.tokens[i][-1:]) is not None}
         self._open = [i for i in self._open if i not in ended]
         return True
+
+    def _run(self, positions: Sequence[int]) -> Array:
+        """The last token of every open sequence in one pass; each sees its own slots and itself."""
+        target, cache, width = self._target, self._cache, len(self._open)
+        visible = np.concatenate([self._seen[self._open], np.eye(width, dtype=np.bool_)], axis=1)
+        mask = np.where(visible, np.float32(0), HIDDEN)
+        hidden = target.embed([self.tokens[i][-1] for i in self._open])
+        result = target.run(hidden, np.asarray(positions), mask, cache, target.all_on)
+        self._seen[self._open, np.arange(cache.length, cache.length + width)] = True
+        cache.commit(result.keys, result.values, slice(0, width))
+        return result.hidden
+
+    def cache_of(self, index: int) -> KvCache:
+        """The rows of one sequence, in order, in a cache of their own."""
+        slots = np.flatnonzero(self._seen[index])
+        own = KvCache(self._target.spec, GROWTH_TOKENS, LARGEST_CACHE)
+        own.reserve(len(slots))
+        own.commit(self._cache.keys, self._cache.values, slots)
+        return own

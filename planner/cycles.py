@@ -152,6 +152,4 @@ def _flip(ranked: Sequence[Option], off: Option) -> str:
     needed = off.tokens_per_s * rival.us / 1e6
     if needed > rival.cycle.length + 1:
         return f"never by acceptance: {rival.name} loses even if every draft is accepted"
-    return (
-        f"{rival.name} commits {needed:.2f} tokens per cycle instead of {rival.tokens:.2f}"
-    )
+    return f"{rival.name} commits {needed:.2f} tokens per cycle instead of {rival.tokens:.2f}"

@@ -26,9 +26,7 @@ def replay(texts: Sequence[Text], ngram_min: int, ngram_max: int, length: int) -
     """Replay lookup drafting over the target's own continuations."""
     counts: dict[tuple[int, int], int] = {}
     for text in texts:
-        for cycle in simulate_lookup(
-            text.tokens, text.prompt_tokens, ngram_min, ngram_max, length
-        ):
+        for cycle in simulate_lookup(text.tokens, text.prompt_tokens, ngram_min, ngram_max, length):
             counts[cycle] = counts.get(cycle, 0) + 1
     rows = tuple((drafted, hit, n) for (drafted, hit), n in sorted(counts.items()))
     return LookupOutcome(ngram_min, ngram_max, length, rows)

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Sequence
 
 from planner.placement import Assignment, Machine, PlacedPass, Work, place, price
 from profiles.errors import FulcrumError
-from profiles.profile import DeviceProfile
 from profiles.words import ProcessorKind, SubLayerId
 from runtime.model_spec import ModelSpec
 from runtime.plan import CostTables, NumericsClass, PassKind, PassTable
@@ -45,9 +44,7 @@ class PassTimes:
     def committing(self, rows: int, context: int, head_rows: int | None = None) -> PlacedPass:
         """AR, verify or prefill: ``rows`` tokens through the full target."""
         head = rows if head_rows is None else head_rows
-        placed = price(
-            self.machine, self.target, Work(self.all, self.padded(rows), head, context)
-        )
+        placed = price(self.machine, self.target, Work(self.all, self.padded(rows), head, context))
         if placed is None:
             raise FulcrumError("the target's assignment cannot run", where=self.target.head)
         return placed
@@ -101,9 +98,7 @@ def cost_tables(
     full = tuple(
         tuple(_without_head(times.committing(width, at)) for at in contexts) for width in WIDTHS
     )
-    tables = [
-        PassTable(kind, 0, WIDTHS, contexts, full) for kind in (PassKind.AR, PassKind.VERIFY)
-    ]
+    tables = [PassTable(kind, 0, WIDTHS, contexts, full) for kind in (PassKind.AR, PassKind.VERIFY)]
     for index, skipped in enumerate(masks):
         row = tuple(_without_head(times.drafting(skipped, at)) for at in contexts)
         tables.append(PassTable(PassKind.DRAFT, index, (1,), contexts, (row,)))

@@ -8,7 +8,7 @@ weight bytes placed there.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import networkx as nx
@@ -71,9 +71,7 @@ class Machine:
         """Time of a sub-layer, or of the head (None); None where the processor cannot."""
         try:
             if stage is None:
-                return head_us(
-                    self.profile, processor, self.spec, self.format, work.head_rows
-                )
+                return head_us(self.profile, processor, self.spec, self.format, work.head_rows)
             return sub_layer_us(
                 *(self.profile, processor, self.spec, kind_of(stage), self.format),
                 *(work.width, work.context),
@@ -199,19 +197,19 @@ def _shortest(machine: Machine, work: Work, memory: bool) -> list[str] | None:
     return [state[1] for state in path[1:-1]]
 
 
-def state_graph(machine: Machine, work: Work, memory: bool) -> "nx.DiGraph":
+def state_graph(machine: Machine, work: Work, memory: bool) -> "nx.DiGraph[Any]":
     """States (stage index, processor, memory steps used), edges priced in ``us``.
 
     Only one processor with a memory limit is counted, which is all that phones have.
     """
-    graph = nx.DiGraph()
+    graph: nx.DiGraph[Any] = nx.DiGraph()
     graph.add_node("start")
     limited = [p.id for p in machine.profile.processors if p.memory_limit_bytes] if memory else []
     rows = machine.hidden_bytes(work)
-    layer: dict[tuple[str, int], object] = {(machine.cpu, 0): "start"}
+    layer: dict[tuple[str, int], Any] = {(machine.cpu, 0): "start"}
     stages: tuple[SubLayerId | None, ...] = (*work.sub_layers, None)
     for index, stage in enumerate(stages):
-        following: dict[tuple[str, int], object] = {}
+        following: dict[tuple[str, int], Any] = {}
         for there in (p.id for p in machine.profile.processors):
             us = machine.stage_us(there, stage, work)
             if us is None:

@@ -34,10 +34,10 @@ class BucketChoice(msgspec.Struct, frozen=True):
     ranked: tuple[Option, ...]
     """Fastest first, on the re-score split."""
     off: Option
-    masks: tuple[Mask, ...]
-    """Skip masks that were measured, most promising first."""
-    hopeless: int
-    """Proposed masks that lose even if every drafted token is accepted."""
+    proposed: int
+    """Skip masks that the knapsack proposed."""
+    hopeful: int
+    """Those that would win if every drafted token were accepted; the others are not measured."""
 
 
 class Search:
@@ -57,20 +57,18 @@ class Search:
         """All buckets under one assignment of the target."""
         return [self._bucket(times, part, proposed) for part, proposed in self._proposals]
 
-    def _bucket(
-        self, times: PassTimes, part: Range, proposals: Sequence[Proposal]
-    ) -> BucketChoice:
+    def _bucket(self, times: PassTimes, part: Range, proposals: Sequence[Proposal]) -> BucketChoice:
         at = part.middle
         off = off_option(times, at)
         options = [off, *self._lookup_options(times, at)]
         to_beat = max(option.tokens_per_s for option in options)
-        hopeful = self._hopeful(times, at, proposals, to_beat)
-        masks = self._promising(times, at, hopeful)
-        for mask in masks[:FINALISTS]:
-            counts = self._calibration.draft_agreement(mask, Split.RESCORE, DEPTH)
+        favourite, hopeful = self._hopeful(times, at, proposals, to_beat)
+        masks = self._promising(times, at, hopeful)[:FINALISTS]
+        for mask in masks or [favourite]:
+            depth = DEPTH if masks else 1
+            counts = self._calibration.draft_agreement(mask, Split.RESCORE, depth)
             options += [skip_option(times, at, mask, counts, n) for n in range(1, DEPTH + 1)]
-        hopeless = len(proposals) - len(hopeful)
-        return BucketChoice(part, tuple(best(options)), off, tuple(masks), hopeless)
+        return BucketChoice(part, tuple(best(options)), off, len(proposals), len(hopeful))
 
     def reported(self, times: PassTimes, choice: BucketChoice) -> Option:
         """The chosen option as the report split has it."""
@@ -87,20 +85,18 @@ class Search:
 
     def _hopeful(
         self, times: PassTimes, at: int, proposals: Sequence[Proposal], to_beat: float
-    ) -> list[Mask]:
-        """Masks that could win if all were accepted, and always the one that looks best.
+    ) -> tuple[Mask, list[Mask]]:
+        """The mask that looks best, and those that would win if all they draft were accepted.
 
-        That one is measured even where it cannot pay, so that the plan can say by how much.
+        Where there are none of the latter the favourite is measured all the same, one token deep,
+        so that the plan can say by how much it loses.
         """
         guesses = {
             p.skipped: fastest(times, at, p.skipped, self._guess(p.skipped)) for p in proposals
         }
         favourite = max(guesses, key=lambda mask: (guesses[mask], mask))
-        return [
-            mask
-            for mask in guesses
-            if mask == favourite or fastest(times, at, mask, ALL_ACCEPTED) > to_beat
-        ]
+        hopeful = [m for m in guesses if fastest(times, at, m, ALL_ACCEPTED) > to_beat]
+        return favourite, hopeful
 
     def _guess(self, skipped: Mask) -> DepthCounts:
         """Agreement if the losses of single sub-layers were independent."""
@@ -134,9 +130,7 @@ def _units(part: Range, sub_layers: int) -> list[float]:
 
 def fastest(times: PassTimes, at: int, mask: Mask, counts: DepthCounts) -> float:
     """Tokens per second of the best chain length, acceptance being ``counts`` at every depth."""
-    return max(
-        skip_option(times, at, mask, counts, n).tokens_per_s for n in range(1, DEPTH + 1)
-    )
+    return max(skip_option(times, at, mask, counts, n).tokens_per_s for n in range(1, DEPTH + 1))
 
 
 def geometric_speed(choices: Sequence[BucketChoice]) -> float:

@@ -61,7 +61,12 @@ class Session:
         plan = self.plan
         self.tokens = Tokens.from_files(self.folder / TOKENIZER_FILE, plan.model.tokenizer)
         self._target = Target(
-            *(self.folder, plan.model, plan.graphs, map_tensors(self.folder, plan.weights, plan.tensors)),
+            *(
+                self.folder,
+                plan.model,
+                plan.graphs,
+                map_tensors(self.folder, plan.weights, plan.tensors),
+            ),
             threads=threads or min(plan.device.threads, usable_cores()),
         )
         limit = plan.context + WIDEST_PASS
@@ -162,7 +167,9 @@ class Session:
         started = time.perf_counter()
         stats.prefill_us = 1e6 * (started - began)
         end = min(len(prompt) + max_new_tokens, self.plan.context)
-        reason = FinishReason.LENGTH if end == len(prompt) + max_new_tokens else FinishReason.CONTEXT
+        reason = (
+            FinishReason.LENGTH if end == len(prompt) + max_new_tokens else FinishReason.CONTEXT
+        )
         outside = 0.0
         while len(run.tokens) < end:
             before = len(run.tokens)
@@ -206,7 +213,9 @@ class Session:
         if not prompt:
             raise InputError("the prompt has no tokens", hint="give some text, or use --chat")
         if max_new_tokens < 1:
-            raise InputError("nothing to generate", found=max_new_tokens, expected="1 token or more")
+            raise InputError(
+                "nothing to generate", found=max_new_tokens, expected="1 token or more"
+            )
         if len(prompt) >= self.plan.context:
             raise InputError(
                 "the prompt does not fit",

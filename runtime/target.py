@@ -39,8 +39,7 @@ class Target:
         by_kind = {graph.kind: graph for graph in graphs}
         paths = {kind: folder / graph.artefact.path for kind, graph in by_kind.items()}
         parts = {
-            kind: {name: tensors[name] for name in graph.tensors}
-            for kind, graph in by_kind.items()
+            kind: {name: tensors[name] for name in graph.tensors} for kind, graph in by_kind.items()
         }
         self._layers = LayersSession(
             paths[GraphKind.LAYERS], parts[GraphKind.LAYERS], spec, threads

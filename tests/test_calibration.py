@@ -11,14 +11,13 @@ from tiny_models import GQA, MHA
 
 from planner.agreement import (
     DepthCounts,
-    committed_cache,
     draft_agreement,
     log_probability,
     pooled,
     skip_losses,
 )
 from planner.calibrate import Calibration, Store, read_store, split_prompts, write_store
-from planner.corpus import Text, continue_prompts
+from planner.corpus import Text, committed_cache, continue_prompts
 from planner.prompt_file import Prompt, Split
 from profiles.errors import InputError
 from profiles.words import SubLayerId
@@ -40,12 +39,16 @@ def session(compiled: Callable[[Recipe], Path]) -> Iterator[Session]:
 def texts(session: Session) -> list[Text]:
     """Greedy continuations made in one batch."""
     prompts = [(p, "c", session.tokens.encode_prompt(p)) for p in PROMPTS]
-    return continue_prompts(session._target, prompts, 20, session.tokens, lambda _: None)
+    made = continue_prompts(session._target, prompts, 20, session.tokens, lambda _: None)
+    for text, cache in made:
+        alone, rows = committed_cache(session._target, text.tokens), len(text.tokens) - 1
+        assert cache.length == rows
+        for ours, theirs in ((cache.keys, alone.keys), (cache.values, alone.values)):
+            assert np.array_equal(ours[:, :, :rows], theirs[:, :, :rows])
+    return [text for text, _ in made]
 
 
-def test_a_batch_of_prompts_says_what_each_says_alone(
-    session: Session, texts: list[Text]
-) -> None:
+def test_a_batch_of_prompts_says_what_each_says_alone(session: Session, texts: list[Text]) -> None:
     for prompt, text in zip(PROMPTS, texts, strict=True):
         alone = session.generate(prompt, max_new_tokens=20, cycle=OFF)
         assert text.tokens[text.prompt_tokens :] == alone.token_ids
@@ -59,7 +62,7 @@ def slow_agreement(session: Session, text: Text, mask: int, depth: int) -> Depth
     tried, accepted = [0] * depth, [0] * depth
     for root in text.roots:
         prefix = Text(text.id, "c", text.prompt_tokens, text.tokens[: root + 1])
-        cache = committed_cache(target, prefix)
+        cache = committed_cache(target, prefix.tokens)
         token = text.tokens[root]
         for level in range(depth):
             if root + level + 1 >= len(text.tokens):
@@ -79,18 +82,16 @@ def test_agreement_in_wide_passes_equals_drafting_one_by_one(
     session: Session, texts: list[Text], mask: int
 ) -> None:
     for text in texts[:3]:
-        cache = committed_cache(session._target, text)
+        cache = committed_cache(session._target, text.tokens)
         skipped = session.plan.masks[mask].skipped
         fast = draft_agreement(session._target, text, cache, skipped, 4)
         assert fast == slow_agreement(session, text, mask, 4)
         assert cache.length == len(text.tokens) - 1
 
 
-def test_a_draft_that_leaves_nothing_out_always_agrees(
-    session: Session, texts: list[Text]
-) -> None:
+def test_a_draft_that_leaves_nothing_out_always_agrees(session: Session, texts: list[Text]) -> None:
     for text in texts:
-        cache = committed_cache(session._target, text)
+        cache = committed_cache(session._target, text.tokens)
         counts = draft_agreement(session._target, text, cache, (), 5)
         assert counts.accepted == counts.tried
         assert counts.tried == tuple(len(text.roots) - level for level in range(5))
@@ -99,7 +100,7 @@ def test_a_draft_that_leaves_nothing_out_always_agrees(
 def test_single_skips_equal_passes_that_skip_one(session: Session, texts: list[Text]) -> None:
     target, text = session._target, texts[0]
     roots = list(text.roots)[::3]
-    cache = committed_cache(target, text)
+    cache = committed_cache(target, text.tokens)
     losses = skip_losses(target, text, cache, roots)
     following = np.array(text.tokens)[np.array(roots) + 1]
     for sub_layer, loss in enumerate(losses):
@@ -114,7 +115,7 @@ def test_pooling_weighs_by_positions(session: Session, texts: list[Text]) -> Non
     target = session._target
     parts = []
     for text in texts[:2]:
-        cache = committed_cache(target, text)
+        cache = committed_cache(target, text.tokens)
         parts.append(skip_losses(target, text, cache, list(text.roots)[: 5 + 3 * len(parts)]))
     joint = pooled(parts)
     for index, loss in enumerate(joint):
@@ -206,4 +207,5 @@ def test_shapes_without_groups_work_too(compiled: Callable[[Recipe], Path]) -> N
         prompts = [("p", "c", loaded.tokens.encode_prompt("hello there"))] * 2
         made = continue_prompts(loaded._target, prompts, 12, loaded.tokens, lambda _: None)
         alone = loaded.generate("hello there", max_new_tokens=12, cycle=OFF)
-        assert made[0].tokens[made[0].prompt_tokens :] == alone.token_ids
+        text = made[0][0]
+        assert text.tokens[text.prompt_tokens :] == alone.token_ids

@@ -1,4 +1,4 @@
-"""The whole compiler on tiny models: plans that load, run, are lossless, and repeat byte by byte."""
+"""The whole compiler on tiny models: plans that run, are lossless, and repeat byte by byte."""
 
 import subprocess
 import sys

@@ -1,5 +1,7 @@
 """Cycle options: expected tokens, times, ranking and what the decisions say."""
 
+import itertools
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -7,9 +9,9 @@ from tiny_models import GQA, tiny_spec
 
 from planner.agreement import DepthCounts
 from planner.buckets import ranges
+from planner.corpus import Text
 from planner.cycles import best, decide, depth_rates, ngram_option, off_option, skip_option
 from planner.lookup import LookupOutcome, replay
-from planner.corpus import Text
 from planner.memory import check_budget, memory_need
 from planner.pass_tables import NGRAM_US, PassTimes, best_chunk, context_grid, cost_tables
 from planner.placement import Assignment, Machine
@@ -91,7 +93,7 @@ def test_buckets_cover_the_context_without_gaps(context: int) -> None:
     found = ranges(MACHINE, context)
     assert found[0].start == 0
     assert found[-1].end == context
-    assert all(a.end == b.start < b.end for a, b in zip(found, found[1:], strict=False))
+    assert all(a.end == b.start < b.end for a, b in itertools.pairwise(found))
     assert all(min(part.attention_units, part.mlp_units) == 1 for part in found)
 
 

@@ -58,7 +58,9 @@ def test_worth_is_never_negative_and_grows_with_the_damage() -> None:
 
 
 def test_proposals_differ_skip_something_and_keep_the_vital_sub_layer() -> None:
-    losses = [SkipLoss(5 if i == 3 else 95 - i, 100, 4.0 if i == 3 else 0.01 * i) for i in range(12)]
+    losses = [
+        SkipLoss(5 if i == 3 else 95 - i, 100, 4.0 if i == 3 else 0.01 * i) for i in range(12)
+    ]
     proposals = propose(losses, [1.0, 2.0] * 6)
     assert 1 < len(proposals) <= len(SHARES) * len(Surrogate)
     assert len({p.skipped for p in proposals}) == len(proposals)
