@@ -49,6 +49,8 @@ class Decided(msgspec.Struct, frozen=True):
     choices: tuple[BucketChoice, ...]
     reported: tuple[Option, ...]
     """The chosen option of each bucket as the report split has it."""
+    plain: tuple[Option, ...]
+    """The fastest plain decoding of each bucket under any assignment."""
     assignments: tuple[tuple[str, float], ...]
     """Candidates for the target's assignment with the speed of their cycles, best first."""
 
@@ -68,8 +70,8 @@ def assemble(
     masks = all_masks(decided.choices)
     chunk = best_chunk(times, min(PREFILL_CONTEXT, context))
     buckets = tuple(
-        Bucket(c.range.start, c.range.end, with_mask(c.ranked[0], masks), forecast(option, c.off))
-        for c, option in zip(decided.choices, decided.reported, strict=True)
+        Bucket(c.range.start, c.range.end, with_mask(c.ranked[0], masks), forecast(option, plain))
+        for c, option, plain in zip(decided.choices, decided.reported, decided.plain, strict=True)
     )
     return ExecutionPlan(
         format=FORMAT,
@@ -221,7 +223,8 @@ def placement_decision(decided: Decided) -> Decision:
     return Decision(
         name="placement",
         chosen=name,
-        objective="predicted tokens per second of the best cycles, geometric mean over buckets",
+        objective="predicted tokens per second of the best cycles, geometric mean over octaves of"
+        " context",
         value=speed,
         solver="NetworkX shortest path per width, every candidate priced with its own cycles",
         gap=0.0,

@@ -17,7 +17,7 @@ from planner.pass_tables import PassTimes
 from planner.placement import Assignment, Machine, Work, place
 from planner.prompt_file import Prompt, bundled_prompts
 from planner.quality import check_quality
-from planner.search import BucketChoice, Search, geometric_speed
+from planner.search import BucketChoice, Search, mean_speed
 from profiles.errors import InputError, UnsupportedError
 from profiles.measure import usable_cores
 from profiles.profile import DeviceProfile, load_profile
@@ -158,9 +158,13 @@ def decide(machine: Machine, calibration: Calibration, context: int) -> Decided:
     for name, assignment in target_assignments(machine):
         times = PassTimes(machine, assignment)
         choices = search.run(times)
-        tried.append((geometric_speed(choices), name, times, choices))
+        tried.append((mean_speed(choices), name, times, choices))
     tried.sort(key=lambda entry: (-entry[0], entry[1]))
     _, _, times, choices = tried[0]
+    plain = [
+        min((others[index].off for *_, others in tried), key=lambda option: option.us)
+        for index in range(len(choices))
+    ]
     reported = [search.reported(times, choice) for choice in choices]
     ranking: Sequence[tuple[str, float]] = [(name, speed) for speed, name, *_ in tried]
-    return Decided(machine, times, tuple(choices), tuple(reported), tuple(ranking))
+    return Decided(machine, times, tuple(choices), tuple(reported), tuple(plain), tuple(ranking))

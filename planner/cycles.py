@@ -16,6 +16,8 @@ from profiles.words import SubLayerId
 from runtime.plan import Candidate, Cycle, Decision, DraftSource, Forecast
 
 OFF = Cycle(draft=DraftSource.OFF, length=0)
+MARGIN = 0.05
+"""What a draft has to promise over plain decoding: less is within the prediction's error."""
 SHOWN = 6
 """Candidates that a decision lists."""
 
@@ -116,9 +118,18 @@ def best(options: Iterable[Option]) -> list[Option]:
     return sorted(options, key=lambda o: (-o.tokens_per_s, o.cycle.length, o.name))
 
 
-def forecast(option: Option, off: Option) -> Forecast:
-    """What the plan states of a bucket."""
-    return Forecast(option.tokens, option.drafted, option.us, off.us, option.acceptance)
+def rank(options: Iterable[Option], off: Option) -> list[Option]:
+    """Fastest first, but plain decoding before whatever promises less than ``MARGIN`` over it."""
+    ranked = best(options)
+    if ranked[0].tokens_per_s < off.tokens_per_s * (1 + MARGIN):
+        ranked.remove(off)
+        ranked.insert(0, off)
+    return ranked
+
+
+def forecast(option: Option, plain: Option) -> Forecast:
+    """What the plan states of a bucket; ``plain`` is the device's fastest plain decoding."""
+    return Forecast(option.tokens, option.drafted, option.us, plain.us, option.acceptance)
 
 
 def decide(name: str, ranked: Sequence[Option], off: Option, note: str) -> Decision:
@@ -128,7 +139,8 @@ def decide(name: str, ranked: Sequence[Option], off: Option, note: str) -> Decis
     return Decision(
         name=name,
         chosen=chosen.name,
-        objective="predicted tokens per second, maximised",
+        objective="predicted tokens per second, maximised; a draft has to promise"
+        f" {MARGIN:.0%} over off",
         value=chosen.tokens_per_s,
         solver="enumeration of all options, exact",
         gap=0.0,
@@ -144,12 +156,13 @@ def _flip(ranked: Sequence[Option], off: Option) -> str:
         return "there was nothing to choose from"
     rival = ranked[1]
     if chosen is not off:
-        needed = rival.tokens_per_s * chosen.us / 1e6
+        beaten = rival.tokens_per_s * (1 + MARGIN if rival is off else 1)
+        needed = beaten * chosen.us / 1e6
         return (
             f"committed tokens per cycle fall from {chosen.tokens:.2f} to {needed:.2f}; "
             f"then {rival.name} is as fast"
         )
-    needed = off.tokens_per_s * rival.us / 1e6
+    needed = off.tokens_per_s * (1 + MARGIN) * rival.us / 1e6
     if needed > rival.cycle.length + 1:
         return f"never by acceptance: {rival.name} loses even if every draft is accepted"
     return f"{rival.name} commits {needed:.2f} tokens per cycle instead of {rival.tokens:.2f}"

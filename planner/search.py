@@ -8,7 +8,7 @@ import msgspec
 from planner.agreement import DepthCounts
 from planner.buckets import Range, ranges
 from planner.calibrate import Calibration
-from planner.cycles import Option, best, ngram_option, off_option, skip_option
+from planner.cycles import Option, best, ngram_option, off_option, rank, skip_option
 from planner.layers import Proposal, Surrogate, propose, values
 from planner.lookup import LookupOutcome, replay, replay_all
 from planner.pass_tables import PassTimes
@@ -21,6 +21,8 @@ DEPTH = 6
 """Longest chain that a skip mask drafts."""
 FINALISTS = 2
 """Masks that are measured to full depth in a bucket, and n-gram settings that are re-scored."""
+SHORTEST_CONTEXT = 64
+"""Where the octaves of context begin."""
 ALL_ACCEPTED = DepthCounts((0,), (1,))
 """Counts whose rate is 1."""
 
@@ -32,7 +34,7 @@ class BucketChoice(msgspec.Struct, frozen=True):
 
     range: Range
     ranked: tuple[Option, ...]
-    """Fastest first, on the re-score split."""
+    """The choice first, on the re-score split."""
     off: Option
     proposed: int
     """Skip masks that the knapsack proposed."""
@@ -68,7 +70,7 @@ class Search:
             depth = DEPTH if masks else 1
             counts = self._calibration.draft_agreement(mask, Split.RESCORE, depth)
             options += [skip_option(times, at, mask, counts, n) for n in range(1, DEPTH + 1)]
-        return BucketChoice(part, tuple(best(options)), off, len(proposals), len(hopeful))
+        return BucketChoice(part, tuple(rank(options, off)), off, len(proposals), len(hopeful))
 
     def reported(self, times: PassTimes, choice: BucketChoice) -> Option:
         """The chosen option as the report split has it."""
@@ -133,9 +135,17 @@ def fastest(times: PassTimes, at: int, mask: Mask, counts: DepthCounts) -> float
     return max(skip_option(times, at, mask, counts, n).tokens_per_s for n in range(1, DEPTH + 1))
 
 
-def geometric_speed(choices: Sequence[BucketChoice]) -> float:
-    """Tokens per second over the buckets, geometric mean: no context length rules the others."""
-    product = 1.0
-    for choice in choices:
-        product *= choice.ranked[0].tokens_per_s ** (1 / len(choices))
-    return product
+def mean_speed(choices: Sequence[BucketChoice]) -> float:
+    """Tokens per second over all contexts: geometric mean, each octave of context counting alike.
+
+    So it depends neither on how many buckets there are nor on the longest context alone.
+    """
+    octaves = [
+        math.log2(choice.range.end / max(choice.range.start, SHORTEST_CONTEXT))
+        if choice.range.end > SHORTEST_CONTEXT
+        else 1.0
+        for choice in choices
+    ]
+    logs = [math.log(choice.ranked[0].tokens_per_s) for choice in choices]
+    weighted = sum(weight * value for weight, value in zip(octaves, logs, strict=True))
+    return math.exp(weighted / sum(octaves))

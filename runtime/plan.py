@@ -133,7 +133,8 @@ class Forecast(_Document, frozen=True):
     drafted_per_cycle: float
     cycle_us: Microseconds
     ar_us: Microseconds
-    """One step of plain autoregressive decoding in the same numerics classes."""
+    """One step of plain autoregressive decoding of this model in this format, placed wherever the
+    device does that fastest: what speculation has to beat."""
     acceptance: tuple[Share, ...]
     """Of the draft at depth 1, 2, ..., given that all before it were accepted."""
 
