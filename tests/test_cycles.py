@@ -2,6 +2,7 @@
 
 import itertools
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,7 +11,16 @@ from tiny_models import GQA, tiny_spec
 from planner.agreement import DepthCounts
 from planner.buckets import ranges
 from planner.corpus import Text
-from planner.cycles import best, decide, depth_rates, ngram_option, off_option, skip_option
+from planner.cycles import (
+    MARGIN,
+    best,
+    decide,
+    depth_rates,
+    ngram_option,
+    off_option,
+    rank,
+    skip_option,
+)
 from planner.lookup import LookupOutcome, replay
 from planner.memory import check_budget, memory_need
 from planner.pass_tables import NGRAM_US, PassTimes, best_chunk, context_grid, cost_tables
@@ -71,7 +81,7 @@ def test_the_decision_names_winner_runner_up_and_what_would_flip_it() -> None:
     assert "commits" in decision.flips_when or "never" in decision.flips_when
     good = skip_option(TIMES, 128, MASK, DepthCounts((10**6,), (10**6,)), 4)
     needed = decide("cycle[0]", [good, off], off, "").flips_when
-    assert f"{good.tokens:.2f} to {off.tokens_per_s * good.us / 1e6:.2f}" in needed
+    assert f"{good.tokens:.2f} to {off.tokens_per_s * (1 + MARGIN) * good.us / 1e6:.2f}" in needed
 
 
 def test_tables_price_what_was_priced() -> None:
@@ -104,3 +114,10 @@ def test_a_budget_that_is_too_small_says_the_smallest_that_works() -> None:
     with pytest.raises(InfeasibleError, match=f"{-(-total // (1 << 20))}MiB") as caught:
         check_budget(need, total - 1)
     assert caught.value.exit_code == 4
+
+
+def test_a_draft_has_to_promise_more_than_the_margin() -> None:
+    off = off_option(TIMES, 128)
+    for gain, winner in ((MARGIN - 0.01, off.name), (MARGIN + 0.01, "draft")):
+        draft = msgspec.structs.replace(off, name="draft", tokens=1 + gain)
+        assert rank([draft, off], off)[0].name == winner
