@@ -26,8 +26,9 @@ demo: $(INSTALLED) ## compile a small model for this machine and for a phone, ru
 	$(PLAN) compile smollm2-135m --device oneplus12 -o $(PHONE_PLAN)
 	$(PLAN) run $(HOST_PLAN) --prompt "$(PROMPT)"
 	$(PLAN) run $(PHONE_PLAN) --emulate --prompt "$(PROMPT)"
-	$(PLAN) verify $(HOST_PLAN) --max-new-tokens 32
-	$(PLAN) bench $(HOST_PLAN)
+	$(PLAN) verify $(HOST_PLAN) --limit 8 --max-new-tokens 32
+	$(PLAN) verify $(PHONE_PLAN) --emulate --limit 2 --max-new-tokens 24
+	$(PLAN) bench $(HOST_PLAN) --limit 12 --repeat 1 --max-new-tokens 48
 
 test: $(INSTALLED) ## run every test, the slow ones too (pass options with PYTEST_ARGS=...)
 	$(VENV)/bin/python -m pytest $(PYTEST_ARGS)

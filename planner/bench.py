@@ -40,6 +40,8 @@ class ModeFigures(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_s: float
     total_tokens_per_s: float
     """All tokens over the time of all: long answers weigh more."""
+    total_speedup_vs_ar: float
+    """The same ratio of total times: what the plan's forecast is to be compared with."""
     ar_tokens_per_s: float
     speedup_vs_ar: float
     """Median over prompts of the ratio to plain decoding of the same prompt and round."""
@@ -120,6 +122,9 @@ def figures(samples: Sequence[Sample], mode: str, comparable: bool) -> ModeFigur
         tokens_per_s=rate,
         total_tokens_per_s=per_second(
             sum(s.stats.new_tokens for s in own), sum(s.stats.decode_us for s in own)
+        ),
+        total_speedup_vs_ar=_ratio(
+            sum(p.stats.decode_us for _, p in pairs), sum(s.stats.decode_us for s in own)
         ),
         ar_tokens_per_s=statistics.median(_by_prompt((s.prompt_id, _speed(p)) for s, p in pairs)),
         speedup_vs_ar=statistics.median(ratios),

@@ -29,7 +29,8 @@ PROMPTS = [
     Prompt("three", "code", "return self"),
 ]
 MODE_KEYS = {
-    *("tokens_per_s", "total_tokens_per_s", "ar_tokens_per_s", "speedup_vs_ar"),
+    *("tokens_per_s", "total_tokens_per_s", "total_speedup_vs_ar"),
+    *("ar_tokens_per_s", "speedup_vs_ar"),
     *("speedup_quartiles", "mean_accepted", "mean_drafted", "cycles", "new_tokens"),
     *("predicted_tokens_per_s", "predicted_speedup_vs_ar", "measured_over_predicted"),
     *("flash_bytes_per_token", "peak_rss_bytes", "token_exact"),

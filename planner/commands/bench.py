@@ -54,7 +54,8 @@ def bench_plan(
 
 def bench_text(data: Mapping[str, Any]) -> str:
     """The measurements for people."""
-    header = ("mode", "measured", "vs plain", "accepted", "drafted", "predicted", "vs plain")
+    header = ("mode", "measured", "vs plain", "in all")
+    header += ("accepted", "drafted", "predicted", "vs plain")
     rows: list[tuple[str, ...]] = [header]
     for name, mode in data["modes"].items():
         rows.append(
@@ -62,6 +63,7 @@ def bench_text(data: Mapping[str, Any]) -> str:
                 name,
                 rate_label(mode["tokens_per_s"]),
                 ratio_label(mode["speedup_vs_ar"]),
+                ratio_label(mode["total_speedup_vs_ar"]),
                 three_digits(mode["mean_accepted"]),
                 three_digits(mode["mean_drafted"]),
                 rate_label(mode["predicted_tokens_per_s"]),
@@ -74,7 +76,7 @@ def bench_text(data: Mapping[str, Any]) -> str:
 def _notes(data: Mapping[str, Any]) -> list[str]:
     scope = f"{counted(data['prompts'], 'prompt')}, {counted(data['rounds'], 'round')}"
     notes = [
-        f"{scope}, medians over prompts; accepted and drafted are tokens per cycle",
+        f"{scope}, medians over prompts; in all: total times; accepted, drafted: tokens a cycle",
         f"peak memory {bytes_label(data['peak_rss_bytes'])}",
     ]
     device = data["device"]
