@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from profiles.errors import InputError, UnsupportedError, nearest
-from runtime.model_spec import ModelSpec
+from runtime.model_spec import MAX_HEAD_DIM, ModelSpec
 
 SUPPORTED_ARCHITECTURE = "llama"
 
@@ -178,6 +178,14 @@ def check_dimensions(spec: ModelSpec, where: Path) -> None:
     if spec.head_dim % 2:
         raise InputError(
             "rotary embedding needs an even head dimension", where=where, found=spec.head_dim
+        )
+    if spec.head_dim > MAX_HEAD_DIM:
+        # The float product of queries and keys splits longer sums by the shape of the pass
+        raise UnsupportedError(
+            "heads this wide would make output depend on how it is decoded",
+            where=where,
+            found=spec.head_dim,
+            expected=f"at most {MAX_HEAD_DIM} dimensions",
         )
     ids = [*spec.tokenizer.eos_ids]
     if spec.tokenizer.bos_id is not None:

@@ -127,6 +127,15 @@ def with_mask(option: Option, masks: Sequence[Mask]) -> Cycle:
     return msgspec.structs.replace(option.cycle, mask=masks.index(option.skipped))
 
 
+def numbered(option: Option, masks: Sequence[Mask]) -> Option:
+    """The option named by the number of its mask in the plan: many masks leave out as many."""
+    if not option.skipped:
+        return option
+    number, length = masks.index(option.skipped), option.cycle.length
+    name = f"skip mask {number} ({len(option.skipped)} left out), chain of {length}"
+    return msgspec.structs.replace(option, name=name)
+
+
 def device_identity(machine: Machine, budget_bytes: int) -> DeviceIdentity:
     """The profile by name, chip and digest."""
     profile = machine.profile
@@ -180,7 +189,10 @@ def energy(times: PassTimes, decided: Decided) -> float | None:
     """Joules per token in the first bucket; None where a processor's power is unknown."""
     choice, option = decided.choices[0], decided.reported[0]
     at = choice.range.middle
-    busy: dict[str, float] = {}
+    cpu = decided.machine.cpu
+    busy: dict[str, float] = {
+        cpu: times.cycle_us * (1 + option.cycle.length * bool(option.skipped))
+    }
     rows = max(1, round(option.drafted) + 1)
     passes: list[PlacedPass] = [times.committing(rows, at)]
     if option.skipped:
@@ -199,10 +211,11 @@ def energy(times: PassTimes, decided: Decided) -> float | None:
 
 def decisions(decided: Decided) -> tuple[Decision, ...]:
     """The record of every pass."""
+    masks = all_masks(decided.choices)
     names = [
         decide(
             f"cycle[{index}]",
-            choice.ranked,
+            [numbered(option, masks) for option in choice.ranked],
             choice.off,
             note=f"context {choice.range.start} to {choice.range.end}, priced at"
             f" {choice.range.middle} tokens; speeds of the re-score split",
@@ -226,8 +239,9 @@ def placement_decision(decided: Decided) -> Decision:
         objective="predicted tokens per second of the best cycles, geometric mean over octaves of"
         " context",
         value=speed,
-        solver="NetworkX shortest path per width, every candidate priced with its own cycles",
-        gap=0.0,
+        solver="NetworkX shortest path per width; the best of the candidates, each priced with"
+        " its own cycles",
+        gap=None,
         candidates=tuple(Candidate(*entry) for entry in ranking),
         flips_when=flips,
         note=reasons or "AR, verify and prefill share this assignment: one numerics class each",
@@ -282,6 +296,6 @@ def assumptions(decided: Decided, calibration: Calibration) -> tuple[str, ...]:
         f"acceptance was measured at contexts up to {longest} tokens and is taken to hold beyond",
         f"an n-gram look-up takes {NGRAM_US:.0f} us (assumed)",
     ]
-    if profile.name != "host":
+    if not counts.get(Provenance.MEASURED):
         notes.append("nothing was measured on this device: all its times are predictions")
     return tuple(notes)

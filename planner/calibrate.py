@@ -34,7 +34,7 @@ from runtime.plan import Quality
 from runtime.target import Target
 from runtime.tokens import Tokens
 
-VERSION = 1
+VERSION = 2
 """Part of the digest: raise it when what is measured changes its meaning."""
 NEW_TOKENS = 64
 MAX_PROMPT_TOKENS = 384
@@ -75,9 +75,10 @@ def calibration_digest(
     source: ModelSource, fmt: Format, prompts: Sequence[Prompt], context: int
 ) -> str:
     """SHA-256 of everything that a calibration depends on."""
-    spec = source.spec
-    parts = [VERSION, NEW_TOKENS, LOSS_TEXTS, LOSS_ROOTS, fmt, context, spec.weights_digest]
-    parts += [spec.tokenizer.digest, spec.tokenizer.chat_template, spec.tokenizer.eos_ids, prompts]
+    # The model's name does not matter, everything else that is known of it does
+    spec = msgspec.structs.replace(source.spec, name="")
+    sizes = (NEW_TOKENS, MAX_PROMPT_TOKENS, LOSS_TEXTS, LOSS_ROOTS)
+    parts = [VERSION, sizes, fmt, context, spec, list(prompts)]
     return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()
 
 
@@ -90,6 +91,7 @@ class Calibration:
         tokens: Tokens,
         prompts: Sequence[Prompt],
         *,
+        context: int,
         digest: str,
         folder: Path,
         report: Report,
@@ -98,6 +100,8 @@ class Calibration:
         self._target = target
         self._tokens = tokens
         self._prompts = split_prompts(prompts)
+        self._new_tokens = min(NEW_TOKENS, context // 2)
+        self._prompt_tokens = min(MAX_PROMPT_TOKENS, context - self._new_tokens)
         self._report = report
         self._file = folder / f"{digest}.json"
         self._store = read_store(self._file)
@@ -109,10 +113,16 @@ class Calibration:
             encoded = [(p.id, p.category, self._encode(p.prompt)) for p in self._prompts[split]]
             stage = f"continuing {len(encoded)} prompts ({split})"
             made = continue_prompts(
-                *(self._target, encoded, NEW_TOKENS, self._tokens),
-                lambda done: self._report(stage, done, NEW_TOKENS),
+                *(self._target, encoded, self._new_tokens, self._tokens),
+                lambda done: self._report(stage, done, self._new_tokens),
             )
             usable = [(text, cache) for text, cache in made if len(text.roots) > 1]
+            if not usable:
+                raise InputError(
+                    "the model ends all its answers at once, so there is nothing to measure",
+                    where=f"prompts to {split}",
+                    hint="give other prompts with --prompts",
+                )
             self._store.texts[split] = [text for text, _ in usable]
             self._caches = split, [cache for _, cache in usable]
             self._save()
@@ -120,7 +130,8 @@ class Calibration:
 
     def _encode(self, prompt: str) -> list[int]:
         chat = self._tokens.spec.chat_template is not None
-        return self._tokens.encode_prompt(prompt, chat=chat)[:MAX_PROMPT_TOKENS]
+        # The end says that it is the model's turn to speak
+        return self._tokens.encode_prompt(prompt, chat=chat)[-self._prompt_tokens :]
 
     def positions(self, split: Split) -> int:
         """Positions of ``split`` at which a draft can be judged."""

@@ -11,13 +11,14 @@ from lowering.source import ModelSource, open_model
 from planner.assemble import Decided, assemble
 from planner.cache import cache_folder
 from planner.calibrate import Calibration, Report, calibration_digest
+from planner.cycles import MARGIN
 from planner.host_profile import host_profile
 from planner.memory import check_budget, memory_need
 from planner.pass_tables import PassTimes
-from planner.placement import Assignment, Machine, Work, place
+from planner.placement import Assignment, Machine, Work, fits, place
 from planner.prompt_file import Prompt, bundled_prompts
 from planner.quality import check_quality
-from planner.search import BucketChoice, Search, mean_speed
+from planner.search import BucketChoice, Search, mean_speed, plain_speed
 from profiles.errors import InputError, UnsupportedError
 from profiles.measure import usable_cores
 from profiles.profile import DeviceProfile, load_profile
@@ -124,7 +125,9 @@ def open_calibration(
     digest = calibration_digest(source, request.target_format, prompts, context)
     tokens = Tokens.from_files(source.tokenizer_json(), source.spec.tokenizer)
     folder = cache_folder() / "calibration"
-    return Calibration(target, tokens, prompts, digest=digest, folder=folder, report=report)
+    return Calibration(
+        *(target, tokens, prompts), context=context, digest=digest, folder=folder, report=report
+    )
 
 
 def target_assignments(machine: Machine) -> list[tuple[str, Assignment]]:
@@ -137,7 +140,8 @@ def target_assignments(machine: Machine) -> list[tuple[str, Assignment]]:
     for processor in machine.profile.processors:
         uniform = Assignment((processor.id,) * len(stages), processor.id)
         work = Work(stages, 1, 1, PLACEMENT_CONTEXT)
-        if all(machine.stage_us(processor.id, s, work) is not None for s in (*stages[:2], None)):
+        runs = all(machine.stage_us(processor.id, s, work) is not None for s in (*stages[:2], None))
+        if runs and fits(machine, (*uniform.sub_layers, uniform.head), work):
             found.setdefault(uniform, f"all on {processor.id}")
     return [(name, assignment) for assignment, name in found.items()]
 
@@ -159,7 +163,14 @@ def decide(machine: Machine, calibration: Calibration, context: int) -> Decided:
         times = PassTimes(machine, assignment)
         choices = search.run(times)
         tried.append((mean_speed(choices), name, times, choices))
-    tried.sort(key=lambda entry: (-entry[0], entry[1]))
+    # An assignment that decodes plainly more slowly has to promise more than the error of prices
+    plainest = max(plain_speed(choices) for *_, choices in tried)
+    tried.sort(
+        key=lambda entry: (
+            -entry[0] * (1.0 if plain_speed(entry[3]) < plainest else 1 + MARGIN),
+            entry[1],
+        )
+    )
     _, _, times, choices = tried[0]
     plain = [
         min((others[index].off for *_, others in tried), key=lambda option: option.us)

@@ -13,9 +13,8 @@ from planner.agreement import DepthCounts
 from planner.lookup import LookupOutcome
 from planner.pass_tables import NGRAM_US, PassTimes
 from profiles.words import SubLayerId
-from runtime.plan import Candidate, Cycle, Decision, DraftSource, Forecast
+from runtime.plan import OFF, Candidate, Cycle, Decision, DraftSource, Forecast
 
-OFF = Cycle(draft=DraftSource.OFF, length=0)
 MARGIN = 0.05
 """What a draft has to promise over plain decoding: less is within the prediction's error."""
 SHOWN = 6
@@ -64,7 +63,7 @@ def skip_option(
     for rate in rates:
         chain *= rate
         tokens += chain
-    us = times.cycle_us + length * times.drafting(skipped, context).us
+    us = (length + 1) * times.cycle_us + length * times.drafting(skipped, context).us
     us += times.committing(length + 1, context).us
     return Option(
         name=f"skip {len(skipped)}, chain of {length}",
@@ -142,9 +141,9 @@ def decide(name: str, ranked: Sequence[Option], off: Option, note: str) -> Decis
         objective="predicted tokens per second, maximised; a draft has to promise"
         f" {MARGIN:.0%} over off",
         value=chosen.tokens_per_s,
-        solver="enumeration of all options, exact",
-        gap=0.0,
-        candidates=tuple(Candidate(o.name, o.tokens_per_s) for o in shown),
+        solver="the fastest of all options that were measured",
+        gap=None,
+        candidates=tuple(Candidate(o.name, o.tokens_per_s) for o in best(shown)),
         flips_when=_flip(ranked, off),
         note=note,
     )

@@ -90,7 +90,7 @@ def host_profile(
     measure anything, is an ``InputError``.
     """
     threads = threads or usable_cores()
-    path = path or _default_path()
+    path = path or _default_path(threads)
     if not refresh and (kept := cached_host_profile(path, threads=threads)) is not None:
         return kept
     try:
@@ -103,7 +103,8 @@ def host_profile(
     findings = (measure or measure_host)(stamp, threads, budget_s, progress)
     profile = assemble(findings, threads)
     save_profile(profile, path)
-    return profile
+    # As a later run will find it, so that the same plan comes of both
+    return load_profile(path)
 
 
 def cached_host_profile(
@@ -111,7 +112,7 @@ def cached_host_profile(
 ) -> DeviceProfile | None:
     """What ``host_profile`` would return without measuring; None when it would have to."""
     threads = threads or usable_cores()
-    path = path or _default_path()
+    path = path or _default_path(threads)
     if not path.exists():
         return None
     try:
@@ -128,8 +129,8 @@ def cached_host_profile(
     return None
 
 
-def _default_path() -> Path:
-    return cache_folder() / "profiles" / f"{NAME}.toml"
+def _default_path(threads: int) -> Path:
+    return cache_folder() / "profiles" / f"{NAME}-{threads}.toml"
 
 
 def measure_host(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import msgspec
 
 from profiles.errors import InputError, nearest
-from runtime.plan import Cycle, DraftSource, ExecutionPlan, PassKind
+from runtime.plan import OFF, Cycle, DraftSource, ExecutionPlan, PassKind
 
 AR = "ar"
 SPEC = "spec"
@@ -17,7 +17,6 @@ _MAX_LENGTH = 63
 """The verify pass is one row wider, and tables of plans end at 64 rows."""
 _NGRAM_MIN, _NGRAM_MAX = 1, 3
 """Suffix lengths to look up when the plan does not look up itself."""
-OFF = Cycle(DraftSource.OFF, 0)
 
 
 class Mode(msgspec.Struct, frozen=True):
@@ -55,6 +54,8 @@ def parse_mode(name: str, plan: ExecutionPlan) -> Mode:
 
 def parse_modes(names: str, plan: ExecutionPlan) -> tuple[Mode, ...]:
     """Modes of a comma-separated list, each once, in its order; plain decoding comes first."""
+    if not names.strip(", "):
+        raise InputError("no modes to measure", where="--modes", expected="such as ar,spec")
     modes = [Mode(AR, OFF), *(parse_mode(name, plan) for name in names.split(",") if name.strip())]
     return tuple({mode.name: mode for mode in modes}.values())
 

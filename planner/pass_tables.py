@@ -4,11 +4,13 @@ Passes that commit run under the target's one assignment, since their numerics m
 draft's state is thrown away, so each of its passes takes the placement that is fastest for it.
 """
 
+import itertools
 from collections.abc import Iterable, Sequence
 
 from planner.placement import Assignment, Machine, PlacedPass, Work, place, price
 from profiles.errors import FulcrumError
 from profiles.words import ProcessorKind, SubLayerId
+from runtime.cycle import commit_width
 from runtime.model_spec import ModelSpec
 from runtime.plan import CostTables, NumericsClass, PassKind, PassTable
 
@@ -19,10 +21,8 @@ NGRAM_US = 10.0
 
 def context_grid(context: int) -> tuple[int, ...]:
     """Contexts that the tables list: powers of two from 64 up to ``context``."""
-    grid = [64]
-    while grid[-1] * 2 < context:
-        grid.append(grid[-1] * 2)
-    return (*grid, context)
+    powers = (64 << i for i in range(32))
+    return (*itertools.takewhile(lambda at: at < context, powers), context)
 
 
 class PassTimes:
@@ -34,30 +34,37 @@ class PassTimes:
         self.cycle_us = machine.profile.cycle_us.value
         self.all = tuple(SubLayerId(i) for i in range(machine.spec.sub_layers))
         self.classes = numerics_classes(machine, target)
+        self._committing: dict[tuple[int, int, int], PlacedPass] = {}
+        self._drafting: dict[tuple[tuple[SubLayerId, ...], int], PlacedPass] = {}
 
     def padded(self, rows: int) -> int:
-        """Width of a pass of ``rows`` that commits."""
-        step = max(c.width_step for c in self.classes)
-        least = max(rows, *(c.min_width for c in self.classes))
-        return -(-least // step) * step
+        """Width of a pass of ``rows`` that commits, where one processor runs all of it."""
+        return commit_width(self.classes, rows)
 
     def committing(self, rows: int, context: int, head_rows: int | None = None) -> PlacedPass:
-        """AR, verify or prefill: ``rows`` tokens through the full target."""
-        head = rows if head_rows is None else head_rows
-        placed = price(self.machine, self.target, Work(self.all, self.padded(rows), head, context))
-        if placed is None:
-            raise FulcrumError("the target's assignment cannot run", where=self.target.head)
-        return placed
+        """AR, verify or prefill: ``rows`` tokens through the full target.
+
+        Each processor pads to its own step, which is part of its costs.
+        """
+        key = rows, context, rows if head_rows is None else head_rows
+        if key not in self._committing:
+            width = max(rows, *(c.min_width for c in self.classes))
+            placed = price(self.machine, self.target, Work(self.all, width, key[2], context))
+            if placed is None:
+                raise FulcrumError("the target's assignment cannot run", where=self.target.head)
+            self._committing[key] = placed
+        return self._committing[key]
 
     def drafting(self, skipped: Iterable[SubLayerId], context: int) -> PlacedPass:
         """One drafted token under a skip mask, placed freely."""
-        left_out = set(skipped)
-        kept = tuple(i for i in self.all if i not in left_out)
-        work = Work(kept, 1, 1, context)
-        placed = price(self.machine, place(self.machine, work), work)
-        if placed is None:
-            raise FulcrumError("the draft's assignment cannot run")
-        return placed
+        left_out = tuple(skipped)
+        if (left_out, context) not in self._drafting:
+            work = Work(tuple(i for i in self.all if i not in left_out), 1, 1, context)
+            placed = price(self.machine, place(self.machine, work), work)
+            if placed is None:
+                raise FulcrumError("the draft's assignment cannot run")
+            self._drafting[left_out, context] = placed
+        return self._drafting[left_out, context]
 
 
 def numerics_classes(machine: Machine, target: Assignment) -> tuple[NumericsClass, ...]:
@@ -93,17 +100,28 @@ def narrowest(spec: ModelSpec, kind: ProcessorKind) -> int:
 def cost_tables(
     times: PassTimes, masks: Sequence[Sequence[SubLayerId]], context: int
 ) -> CostTables:
-    """What the runtime looks up. ``masks[0]`` is the full target; tables exclude the head."""
-    contexts = context_grid(context)
+    """What the runtime looks up; ``masks[0]`` is the full target.
+
+    AR and verify passes are listed without the head, which runs over as many rows as are needed; a
+    drafting pass with it, since it may be placed elsewhere.
+    """
+    contexts, widths = context_grid(context), possible_widths(times)
     full = tuple(
-        tuple(_without_head(times.committing(width, at)) for at in contexts) for width in WIDTHS
+        tuple(_without_head(times.committing(width, at)) for at in contexts) for width in widths
     )
-    tables = [PassTable(kind, 0, WIDTHS, contexts, full) for kind in (PassKind.AR, PassKind.VERIFY)]
+    tables = [PassTable(kind, 0, widths, contexts, full) for kind in (PassKind.AR, PassKind.VERIFY)]
     for index, skipped in enumerate(masks):
-        row = tuple(_without_head(times.drafting(skipped, at)) for at in contexts)
+        row = tuple(times.drafting(skipped, at).us for at in contexts)
         tables.append(PassTable(PassKind.DRAFT, index, (1,), contexts, (row,)))
-    head = tuple(times.committing(width, contexts[0]).head_us for width in WIDTHS)
-    return CostTables(tuple(tables), WIDTHS, head, times.cycle_us, NGRAM_US)
+    head = tuple(times.committing(width, contexts[0]).head_us for width in widths)
+    return CostTables(tuple(tables), widths, head, times.cycle_us, NGRAM_US)
+
+
+def possible_widths(times: PassTimes) -> tuple[int, ...]:
+    """Those of ``WIDTHS`` that every processor of the target can run."""
+    used = {*times.target.sub_layers, times.target.head}
+    most = min(times.machine.profile.processor(name).max_width for name in used)
+    return tuple(width for width in WIDTHS if width <= most)
 
 
 def _without_head(placed: PlacedPass) -> float:
@@ -112,5 +130,6 @@ def _without_head(placed: PlacedPass) -> float:
 
 def best_chunk(times: PassTimes, context: int) -> int:
     """Prefill chunk of least time per token."""
-    chunks = [width for width in WIDTHS if width >= 8]
+    widths = possible_widths(times)
+    chunks = [width for width in widths if width >= 8] or widths[-1:]
     return min(chunks, key=lambda w: times.committing(w, context, head_rows=1).us / w)

@@ -158,7 +158,7 @@ def place(machine: Machine, work: Work) -> Assignment:
     ``InfeasibleError`` when some stage runs nowhere or does not fit.
     """
     path = _shortest(machine, work, memory=False)
-    if path is None or not _fits(machine, path, work):
+    if path is None or not fits(machine, path, work):
         path = _shortest(machine, work, memory=True)
     if path is None:
         raise InfeasibleError(
@@ -181,7 +181,8 @@ def _limit_bytes(machine: Machine, processor: str) -> float:
     return limit.value if limit is not None else float("inf")
 
 
-def _fits(machine: Machine, path: Sequence[str], work: Work) -> bool:
+def fits(machine: Machine, path: Sequence[str], work: Work) -> bool:
+    """Whether the weights of each stage, the head's last, are within its processor's limit."""
     used: dict[str, int] = {}
     for processor, stage in zip(path, (*work.sub_layers, None), strict=True):
         used[processor] = used.get(processor, 0) + machine.weight_bytes(stage)

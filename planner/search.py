@@ -136,16 +136,24 @@ def fastest(times: PassTimes, at: int, mask: Mask, counts: DepthCounts) -> float
 
 
 def mean_speed(choices: Sequence[BucketChoice]) -> float:
-    """Tokens per second over all contexts: geometric mean, each octave of context counting alike.
+    """Tokens per second of the chosen cycles over all contexts."""
+    return _over_contexts([(choice.range, choice.ranked[0].tokens_per_s) for choice in choices])
+
+
+def plain_speed(choices: Sequence[BucketChoice]) -> float:
+    """Tokens per second of plain decoding over all contexts."""
+    return _over_contexts([(choice.range, choice.off.tokens_per_s) for choice in choices])
+
+
+def _over_contexts(speeds: Sequence[tuple[Range, float]]) -> float:
+    """Geometric mean in which each octave of context counts alike.
 
     So it depends neither on how many buckets there are nor on the longest context alone.
     """
-    octaves = [
-        math.log2(choice.range.end / max(choice.range.start, SHORTEST_CONTEXT))
-        if choice.range.end > SHORTEST_CONTEXT
-        else 1.0
-        for choice in choices
-    ]
-    logs = [math.log(choice.ranked[0].tokens_per_s) for choice in choices]
-    weighted = sum(weight * value for weight, value in zip(octaves, logs, strict=True))
-    return math.exp(weighted / sum(octaves))
+    total = weights = 0.0
+    for part, speed in speeds:
+        start = max(part.start, SHORTEST_CONTEXT)
+        octaves = math.log2(part.end / start) if part.end > start else 1.0
+        total += octaves * math.log(speed)
+        weights += octaves
+    return math.exp(total / weights)

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from planner.inspect.figures import cycle_label
-from planner.modes import OFF, best_mask, chain, ngram, planned_cycles
+from planner.modes import best_mask, chain, ngram, planned_cycles
 from planner.prompt_file import Prompt
-from runtime.plan import Cycle, DraftSource, ExecutionPlan
+from runtime.plan import OFF, Cycle, DraftSource, ExecutionPlan
 from runtime.sampling import Sampling
 from runtime.session import Session
 

@@ -144,3 +144,8 @@ class HeadSession:
     def logits(self, hidden: Array) -> Array:
         """[w, hidden] -> [w, vocab] float32."""
         return np.asarray(self._session.run(["logits"], {"hidden": hidden})[0])
+
+    def close(self) -> None:
+        """Release the session; a second call does nothing."""
+        if hasattr(self, "_session"):
+            del self._session

@@ -16,8 +16,6 @@ from runtime.sampling import Sampling, choose
 from runtime.stats import FinishedCycle
 from runtime.target import Target
 
-OFF = Cycle(draft=DraftSource.OFF, length=0)
-
 
 def bucket_at(plan: ExecutionPlan, tokens: int, current: int) -> int:
     """Index of the bucket for a context of ``tokens``, with hysteresis below its lower edge."""
@@ -71,6 +69,7 @@ class Decoding:
         while kept < min(last, len(known)) and known[kept] == prompt[kept]:
             kept += 1
         cache.truncate(kept)
+        cache.trim(len(prompt))
         for start in range(kept, last, chunk):
             ids = prompt[start : min(start + chunk, last)]
             width = commit_width(self._plan.numerics, len(ids))
@@ -129,7 +128,7 @@ class Decoding:
         cache.reserve(at + length + 1)
         while True:
             result = self._target.run_chain([token], at, cache, self._masks[cycle.mask])
-            price += prices.pass_us(PassKind.DRAFT, cycle.mask, 1, at + 1) + prices.head_us(1)
+            price += prices.pass_us(PassKind.DRAFT, cycle.mask, 1, at + 1) + prices.cycle_us
             logits = self._target.logits(result.hidden)
             token = int(choose(logits, [at + 1], self._sampling)[0])
             draft.append(token)
@@ -153,5 +152,5 @@ class Decoding:
         added = chosen[: accepted + 1]
         self.tokens += added
         kind = PassKind.VERIFY if draft else PassKind.AR
-        price = self._prices.pass_us(kind, 0, width, start + rows) + self._prices.head_us(rows)
+        price = self._prices.pass_us(kind, 0, rows, start + rows) + self._prices.head_us(rows)
         return added, price

@@ -53,6 +53,13 @@ class KvCache:
             grown[:, :, : self.length] = getattr(self, name)[:, :, : self.length]
             setattr(self, name, grown)
 
+    def trim(self, slots: int) -> None:
+        """Give back capacity beyond ``slots``, so that a short text pays for no long one before."""
+        capacity = max(1, -(-max(slots, self.length) // self._growth)) * self._growth
+        if capacity < self.capacity:
+            self.keys = self.keys[:, :, :capacity].copy()
+            self.values = self.values[:, :, :capacity].copy()
+
     def write(self, slot: int, keys: Array, values: Array, rows: slice | Array) -> None:
         """Put ``rows`` of a pass's new rows [layers, kv_heads, w, head_dim] at ``slot`` onwards."""
         picked = keys[:, :, rows], values[:, :, rows]

@@ -2,6 +2,9 @@
 
 import msgspec
 
+MAX_HEAD_DIM = 128
+"""Widest head whose scores are summed in one order in every pass (``docs/numerics.md``)."""
+
 
 class RopeSpec(msgspec.Struct, frozen=True):
     """Rotary position embedding in the half-rotation layout (first half pairs with second)."""

@@ -126,6 +126,10 @@ class Cycle(_Document, frozen=True):
     """Shortest and longest context suffix that is looked up, for NGRAM."""
 
 
+OFF = Cycle(draft=DraftSource.OFF, length=0)
+"""Plain decoding as a cycle."""
+
+
 class Forecast(_Document, frozen=True):
     """What the planner expects of a bucket's cycle on the device: a prediction."""
 
@@ -202,7 +206,7 @@ class CostTables(_Document, frozen=True):
     head_widths: tuple[Width, ...]
     head_us: tuple[Microseconds, ...]
     cycle_us: Microseconds
-    """Constant of a cycle: sampling, bookkeeping."""
+    """Constant of a pass: the call, sampling, bookkeeping. A chain of n pays it n + 1 times."""
     ngram_us: Microseconds
     """One n-gram lookup."""
 
@@ -321,7 +325,7 @@ class ExecutionPlan(_Document, frozen=True):
     calibration: CalibrationSummary
     memory: MemoryNeed
     energy_j_per_token: float | None
-    """Predicted, where the profile has the power of every processor used."""
+    """Predicted for the first bucket, where the profile has the power of every processor used."""
     decisions: tuple[Decision, ...]
     assumptions: tuple[str, ...]
     """What the predictions rest on, for people."""

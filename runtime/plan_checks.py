@@ -11,7 +11,7 @@ from itertools import pairwise
 from math import prod
 from typing import NamedTuple
 
-from runtime.model_spec import ModelSpec
+from runtime.model_spec import MAX_HEAD_DIM, ModelSpec
 from runtime.plan import (
     ALIGNMENT_BYTES,
     PLAN_FILE,
@@ -34,7 +34,7 @@ _MODEL_LIMITS = {
     "intermediate": 1 << 20,
     "heads": 1024,
     "kv_heads": 1024,
-    "head_dim": 1024,
+    "head_dim": MAX_HEAD_DIM,
     "vocab": 1 << 21,
     "max_context": MAX_CONTEXT,
 }

@@ -73,7 +73,7 @@ class Session:
         self._cache = KvCache(plan.model, plan.kv.growth_tokens, limit)
         self._held: list[int] = []
         """Tokens of the latest generation; the cache holds the rows of its first ``length``."""
-        self._busy = False
+        self._busy = self._closed = False
         self.last: Generation | None = None
         """The latest finished generation."""
 
@@ -89,7 +89,8 @@ class Session:
         self.close()
 
     def close(self) -> None:
-        """Release the sessions."""
+        """Release the sessions; a second call does nothing."""
+        self._closed = True
         self._target.close()
 
     def generate(
@@ -140,7 +141,7 @@ class Session:
         cycle: Cycle | None = None,
     ) -> Iterator[list[int]]:
         """New token ids, cycle by cycle."""
-        self._check_request(prompt, max_new_tokens)
+        self._check_request(prompt, max_new_tokens, cycle)
         self._busy = True
         try:
             yield from self._decode(prompt, max_new_tokens, sampling, cycle)
@@ -204,7 +205,21 @@ class Session:
             raise FulcrumError("the generation did not finish")
         return self.last
 
-    def _check_request(self, prompt: Sequence[int], max_new_tokens: int) -> None:
+    def _check_request(
+        self, prompt: Sequence[int], max_new_tokens: int, cycle: Cycle | None = None
+    ) -> None:
+        if self._closed:
+            raise InputError("this session is closed", hint="load the plan again")
+        vocab = self.plan.model.vocab
+        unknown = next((token for token in prompt if not 0 <= token < vocab), None)
+        if unknown is not None:
+            raise InputError("no such token", found=unknown, expected=f"0 to {vocab - 1}")
+        if cycle is not None and cycle.mask >= len(self.plan.masks):
+            raise InputError(
+                "the plan has no such skip mask",
+                found=cycle.mask,
+                expected=f"0 to {len(self.plan.masks) - 1}",
+            )
         if self._busy:
             raise InputError(
                 "this session is generating already",

@@ -97,6 +97,7 @@ class Target:
     def close(self) -> None:
         """Release the sessions."""
         self._layers.close()
+        self._head.close()
 
 
 def chain_mask(width: int, chain: int, visible: int, capacity: int) -> Array:

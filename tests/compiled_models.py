@@ -13,10 +13,10 @@ from tiny_models import GQA, ArraySource, TinyShape, tiny_spec, tiny_weights
 from lowering.emission import Emission, emit
 from profiles.measure import cpu_description
 from profiles.words import Format, LayerId, ProcessorKind, SubLayerId, SubLayerKind, sub_layer_id
-from runtime.cycle import OFF
 from runtime.model_spec import ModelSpec
 from runtime.plan import (
     FORMAT,
+    OFF,
     Bucket,
     CalibrationSummary,
     CostTables,

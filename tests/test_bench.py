@@ -11,9 +11,9 @@ from compiled_models import AR_US, CYCLE_US, HEAD_ROW_US, Recipe
 
 from planner import cli
 from planner.bench import Sample, figures, measure, peak_rss_bytes, quartiles
-from planner.modes import OFF, Mode, best_mask, parse_mode, parse_modes, speculates
+from planner.modes import Mode, best_mask, parse_mode, parse_modes, speculates
 from planner.prompt_file import Prompt
-from runtime.plan import Cycle, DraftSource
+from runtime.plan import OFF, Cycle, DraftSource
 from runtime.plan_folder import read_plan
 from runtime.session import load
 from runtime.stats import Stats

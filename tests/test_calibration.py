@@ -21,7 +21,7 @@ from planner.corpus import Text, committed_cache, continue_prompts
 from planner.prompt_file import Prompt, Split
 from profiles.errors import InputError
 from profiles.words import SubLayerId
-from runtime.cycle import OFF
+from runtime.plan import OFF
 from runtime.session import Session
 
 RECIPE = Recipe(GQA, seed=3, masks=((1,), (0, 3)), faint=(1, 2, 3))
@@ -136,6 +136,7 @@ def calibration(session: Session, folder: Path, said: list[str]) -> Calibration:
         session._target,
         session.tokens,
         prompts,
+        context=512,
         digest="d" * 64,
         folder=folder,
         report=lambda stage, *_: said.append(stage),

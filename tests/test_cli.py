@@ -228,6 +228,7 @@ def test_host_is_measured_on_demand_and_listed_from_then_on(
         return host
 
     monkeypatch.setattr("planner.host_profile.host_profile", measure)
+    monkeypatch.setattr("planner.host_profile.cached_host_profile", lambda: host)
     written = plan("profile", "host", "-o", tmp_path / "host.toml", "--refresh", "--threads", 2)
     assert (written.code, written.err, asked) == (0, "", [(True, 2)])
     assert load_profile(tmp_path / "host.toml") == host

@@ -4,6 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 from tiny_models import GQA, MHA, TinyShape, write_hf_folder
 
@@ -11,8 +12,9 @@ from planner.compile import Request, compile_plan
 from planner.prompt_file import Prompt
 from profiles.errors import FulcrumError, InfeasibleError, InputError, UnsupportedError
 from profiles.words import Format
-from runtime.cycle import OFF
+from runtime.plan import OFF, DraftSource, PassKind
 from runtime.plan_folder import load_plan
+from runtime.pricing import PriceList
 from runtime.sampling import Sampling
 from runtime.session import Session
 
@@ -53,6 +55,34 @@ def test_a_compiled_plan_runs_and_is_lossless(
                 )
                 assert again.token_ids == plain.token_ids
             assert plain.stats.simulated_us > 0
+
+
+@pytest.mark.parametrize("context", [16, 64, 65])
+def test_a_short_context_makes_a_plan_too(tmp_path: Path, context: int) -> None:
+    write_hf_folder(tmp_path / "model", GQA)
+    asked = msgspec.structs.replace(
+        request(tmp_path / "model", tmp_path / "x.plan"), context=context
+    )
+    compile_plan(asked, quiet)
+    with Session(tmp_path / "x.plan", emulate=True) as session:
+        said = session.generate("ab", max_new_tokens=100, cycle=OFF)
+        assert said.finish_reason == "context"
+        assert session.generate("ab", max_new_tokens=100).token_ids == said.token_ids
+
+
+def test_the_forecast_is_what_the_runtime_looks_up(tmp_path: Path) -> None:
+    write_hf_folder(tmp_path / "model", GQA)
+    plan = compile_plan(request(tmp_path / "model", tmp_path / "x.plan"), quiet)
+    prices = PriceList(plan.tables)
+    for bucket in plan.buckets:
+        cycle, at = bucket.cycle, (bucket.context_from + bucket.context_to) // 2
+        if cycle.draft is DraftSource.NGRAM:
+            continue
+        rows = cycle.length + 1
+        kind = PassKind.VERIFY if cycle.length else PassKind.AR
+        us = rows * prices.cycle_us + prices.pass_us(kind, 0, rows, at) + prices.head_us(rows)
+        us += cycle.length * prices.pass_us(PassKind.DRAFT, cycle.mask, 1, at)
+        assert us == pytest.approx(bucket.forecast.cycle_us, rel=0.02)
 
 
 def compile_elsewhere(model: Path, output: Path, cache: Path) -> None:

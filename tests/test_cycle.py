@@ -24,9 +24,9 @@ from tiny_models import GQA, MHA, UNTIED, VOCAB, WIDE_HEADS
 
 from lowering.decoder import Decoder
 from profiles.words import Format
-from runtime.cycle import OFF, Decoding, bucket_at, commit_width
+from runtime.cycle import Decoding, bucket_at, commit_width
 from runtime.kv_cache import KvCache
-from runtime.plan import Cycle, DraftSource
+from runtime.plan import OFF, Cycle, DraftSource
 from runtime.sampling import GREEDY, Sampling
 from runtime.session import WIDEST_PASS, FinishReason, Generation, Session
 
@@ -384,7 +384,8 @@ def test_simulated_time_adds_up_the_plans_tables(opened: Opened) -> None:
 
     one = CYCLE_US + AR_US + HEAD_ROW_US
     assert simulated(OFF, 7) == pytest.approx(7 * one)
-    drafting = 3 * (DRAFT_US + HEAD_ROW_US)
+    # A drafting pass is listed with its head, and pays the constant of a pass
+    drafting = 3 * (DRAFT_US + CYCLE_US)
     assert simulated(skip(3, 0), 8) == pytest.approx(
         2 * (CYCLE_US + drafting + VERIFY_US + 4 * HEAD_ROW_US)
     )

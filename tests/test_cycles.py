@@ -44,7 +44,8 @@ def test_equal_acceptance_gives_the_closed_formula_of_knapspec(rate: float, leng
     a = counts.rates()[0]
     assert option.tokens == pytest.approx((1 - a ** (length + 1)) / (1 - a))
     draft, verify = TIMES.drafting(MASK, 128).us, TIMES.committing(length + 1, 128).us
-    assert option.us == pytest.approx(length * draft + verify + TIMES.cycle_us)
+    passes = length + 1
+    assert option.us == pytest.approx(length * draft + verify + passes * TIMES.cycle_us)
 
 
 @settings(max_examples=30, deadline=None)
@@ -90,12 +91,19 @@ def test_tables_price_what_was_priced() -> None:
     for context in context_grid(1024):
         for rows in (1, 4, 7, 16):
             placed = TIMES.committing(rows, context)
-            told = prices.pass_us(PassKind.VERIFY, 0, TIMES.padded(rows), context)
+            told = prices.pass_us(PassKind.VERIFY, 0, rows, context)
             assert told + prices.head_us(rows) == pytest.approx(placed.us, rel=0.02)
         draft = TIMES.drafting(MASK, context)
         told = prices.pass_us(PassKind.DRAFT, 1, 1, context)
-        assert told == pytest.approx(draft.us - draft.head_us)
+        assert told == pytest.approx(draft.us)
     assert best_chunk(TIMES, 256) in tables.head_widths
+
+
+@pytest.mark.parametrize("context", [16, 63, 64, 65, 4096])
+def test_the_contexts_of_tables_ascend_and_end_with_the_plans(context: int) -> None:
+    grid = context_grid(context)
+    assert list(grid) == sorted(set(grid))
+    assert grid[-1] == context
 
 
 @pytest.mark.parametrize("context", [16, 255, 256, 257, 4096])

@@ -218,7 +218,7 @@ def test_the_default_place_is_the_cache(
 ) -> None:
     monkeypatch.setenv("FULCRUM_CACHE", str(tmp_path))
     host_profile(threads=1, measure=fake)
-    assert (tmp_path / "profiles" / "host.toml").is_file()
+    assert (tmp_path / "profiles" / "host-1.toml").is_file()
 
 
 def shrink(monkeypatch: pytest.MonkeyPatch) -> None:

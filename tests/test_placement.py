@@ -6,6 +6,7 @@ import msgspec
 import pytest
 from tiny_models import GQA, tiny_spec
 
+from planner.compile import target_assignments
 from planner.cost import head_us, sub_layer_us
 from planner.placement import Assignment, Machine, Work, place, price
 from profiles.errors import InfeasibleError
@@ -97,6 +98,7 @@ def test_a_memory_limit_moves_stages_and_is_kept() -> None:
         chosen = place(machine, work)
         stages = [*zip(STAGES, chosen.sub_layers, strict=True), (None, chosen.head)]
         assert sum(machine.weight_bytes(s) for s, name in stages if name == "npu") <= limit
+        assert "all on npu" not in dict(target_assignments(machine))
 
 
 def test_a_model_that_runs_nowhere_is_infeasible() -> None:

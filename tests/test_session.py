@@ -11,8 +11,7 @@ from tiny_models import EOS_ID
 import runtime
 from profiles.errors import IncompatibleError, InputError
 from profiles.words import Format
-from runtime.cycle import OFF
-from runtime.plan import Cycle, DraftSource
+from runtime.plan import OFF, Cycle, DraftSource
 from runtime.sampling import GREEDY, Sampling
 from runtime.session import FinishReason, Session
 
@@ -171,3 +170,36 @@ def test_closing_twice_does_no_harm(compiled: Compiled) -> None:
     with Session(compiled(RECIPE)) as session:
         session.close()
     session.close()
+
+
+@pytest.mark.parametrize(
+    ("ids", "cycle", "says"),
+    [
+        ([-1], None, "no such token"),
+        ([10**6], None, "no such token"),
+        ([1], Cycle(DraftSource.SKIP, 3, mask=99), "no such skip mask"),
+    ],
+)
+def test_ids_and_masks_outside_the_plan_are_refused(
+    compiled: Callable[[Recipe], Path], ids: list[int], cycle: Cycle | None, says: str
+) -> None:
+    with Session(compiled(Recipe())) as session, pytest.raises(InputError, match=says):
+        list(session.stream_ids(ids, cycle=cycle))
+
+
+def test_a_closed_session_says_so(compiled: Callable[[Recipe], Path]) -> None:
+    session = Session(compiled(Recipe()))
+    session.close()
+    session.close()
+    with pytest.raises(InputError, match="closed"):
+        session.generate("a")
+
+
+def test_a_short_text_pays_for_no_long_one_before(compiled: Callable[[Recipe], Path]) -> None:
+    with Session(compiled(Recipe())) as session:
+        first = session.generate("short", max_new_tokens=4)
+        small = session._cache.capacity
+        session.generate("long " * 30, max_new_tokens=4)
+        assert session._cache.capacity > small
+        assert session.generate("short", max_new_tokens=4).token_ids == first.token_ids
+        assert session._cache.capacity == small

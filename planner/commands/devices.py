@@ -3,7 +3,6 @@
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 import msgspec
 
@@ -54,21 +53,11 @@ def list_devices(terminal: Terminal, as_json: bool) -> None:
     terminal.result(text + "\n\nThe last four columns count numbers by where they come from.")
 
 
-class _NotMeasuredError(Exception):
-    """There is no profile of this machine as it is now."""
-
-
 def measured_host() -> DeviceProfile | None:
     """The profile that was measured on this machine before; None when there is none."""
-    from planner.host_profile import host_profile
+    from planner.host_profile import cached_host_profile
 
-    def refuse(*_: object) -> NoReturn:
-        raise _NotMeasuredError
-
-    try:
-        return host_profile(measure=refuse)
-    except _NotMeasuredError:
-        return None
+    return cached_host_profile()
 
 
 def device_data(profile: DeviceProfile) -> dict[str, object]:
