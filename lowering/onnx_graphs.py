@@ -32,7 +32,6 @@ CONTRIB = "com.microsoft"
 VALUE_BITS = 21
 """Magnitude of a value on its channel's grid."""
 EXACT_BITS = 52
-HIDDEN_MASK = np.float32(-1e30)
 ELEMENT = {TensorType.F32: TensorProto.FLOAT, TensorType.U8: TensorProto.UINT8}
 
 
