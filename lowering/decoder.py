@@ -74,13 +74,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps))
 
 
-def rotary_tables(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
+def rotary_tables(positions: Tensor, frequencies: Sequence[float]) -> tuple[Tensor, Tensor]:
     """Cosine and sine [w, head_dim / 2] of the angles at ``positions`` [w].
 
     Angles are taken in float64, so that a late position loses nothing.
     """
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
-    angles = positions.to(torch.float64)[:, None] * theta**-exponents
+    per_position = torch.tensor(frequencies, dtype=torch.float64)
+    angles = positions.to(torch.float64)[:, None] * per_position
     return angles.cos().to(torch.float32), angles.sin().to(torch.float32)
 
 
@@ -164,7 +164,7 @@ class Decoder:
         """
         self._check_shapes(hidden, positions, past, visible)
         flags = active_flags(active, self.spec.sub_layers)
-        rotation = rotary_tables(positions, self.spec.head_dim, self.spec.rope.theta)
+        rotation = rotary_tables(positions, self.spec.rope.frequencies(self.spec.head_dim))
         new = KeyValues.zeros(self.spec, hidden.shape[0])
         for index in range(self.spec.layers):
             layer = LayerId(index)
@@ -223,14 +223,25 @@ class Decoder:
         """The attention sub-layer with its residual; writes its rows of ``new``."""
         prefix, spec = f"layers.{layer}", self.spec
         x = self._norm(f"{prefix}.attn_norm", hidden)
-        query = self._linear(f"{prefix}.q", x).view(-1, spec.heads, spec.head_dim)
-        key = self._linear(f"{prefix}.k", x).view(-1, spec.kv_heads, spec.head_dim)
-        value = self._linear(f"{prefix}.v", x).view(-1, spec.kv_heads, spec.head_dim)
+        query, key, value = (
+            self._projected(f"{prefix}.{part}", x, heads)
+            for part, heads in (("q", spec.heads), ("k", spec.kv_heads), ("v", spec.kv_heads))
+        )
+        if spec.qk_norm:
+            query = self._norm(f"{prefix}.q_norm", query)
+            key = self._norm(f"{prefix}.k_norm", key)
         new.keys[layer], new.values[layer] = rotate(key, *rotation), value
         keys = torch.cat([past.keys[layer], new.keys[layer]])
         values = torch.cat([past.values[layer], new.values[layer]])
         mixed = attend(rotate(query, *rotation), keys, values, visible)
         return hidden + self._linear(f"{prefix}.o", mixed)
+
+    def _projected(self, name: str, x: Tensor, heads: int) -> Tensor:
+        """``x`` [w, d] by the weight ``name`` and its bias, if it has one: [w, heads, head_dim]."""
+        y = self._linear(name, x)
+        if self.spec.qkv_bias:
+            y = y + self.weights[f"{name}_bias"]
+        return y.view(-1, heads, self.spec.head_dim)
 
     def _mlp(self, layer: LayerId, hidden: Tensor) -> Tensor:
         """The MLP sub-layer with its residual."""

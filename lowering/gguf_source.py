@@ -1,18 +1,21 @@
 """A model in one GGUF file: metadata, and weights that are dequantised one tensor at a time."""
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 import numpy as np
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, ReaderTensor
+from gguf import GGMLQuantizationType, GGUFReader, ReaderTensor
 from gguf.quants import dequantize
 from numpy.typing import DTypeLike, NDArray
 
+from lowering.rope_scaling import linear_factors
 from lowering.source import (
-    SUPPORTED_ARCHITECTURE,
+    FAMILIES,
     Count,
+    Family,
     LayerCount,
     PackedTensor,
     Scale,
@@ -32,51 +35,65 @@ _OUTER = {
     "head": "output.weight",
 }
 _INNER = {
-    "attn_norm": "attn_norm",
-    "q": "attn_q",
-    "k": "attn_k",
-    "v": "attn_v",
-    "o": "attn_output",
-    "mlp_norm": "ffn_norm",
-    "gate": "ffn_gate",
-    "up": "ffn_up",
-    "down": "ffn_down",
+    "attn_norm": "attn_norm.weight",
+    "q": "attn_q.weight",
+    "k": "attn_k.weight",
+    "v": "attn_v.weight",
+    "q_bias": "attn_q.bias",
+    "k_bias": "attn_k.bias",
+    "v_bias": "attn_v.bias",
+    "q_norm": "attn_q_norm.weight",
+    "k_norm": "attn_k_norm.weight",
+    "o": "attn_output.weight",
+    "mlp_norm": "ffn_norm.weight",
+    "gate": "ffn_gate.weight",
+    "up": "ffn_up.weight",
+    "down": "ffn_down.weight",
 }
-_PLAIN_TYPES = frozenset(
-    {GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16}
+_ROPE_FACTORS = "rope_freqs.weight"
+"""Beside the tensors of a decoder: what each frequency of the rotation is divided by."""
+_PLAIN_TYPES = (GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16)
+_BLOCK_TYPES = tuple(
+    GGMLQuantizationType[name]
+    for name in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
 )
 _MALFORMED = (ValueError, KeyError, IndexError, TypeError, ArithmeticError, RecursionError)
 """What the reader raises on a broken file, beside OSError."""
 
 
-class _LlamaKeys(msgspec.Struct, frozen=True):
-    """The metadata of a ``llama`` file that gives its dimensions."""
+class _Keys(msgspec.Struct, frozen=True):
+    """The metadata that gives a model's dimensions, without the architecture's name in front."""
 
-    layers: LayerCount = msgspec.field(name="llama.block_count")
-    hidden: Count = msgspec.field(name="llama.embedding_length")
-    intermediate: Count = msgspec.field(name="llama.feed_forward_length")
-    heads: Count = msgspec.field(name="llama.attention.head_count")
-    max_context: Count = msgspec.field(name="llama.context_length")
-    norm_eps: Scale = msgspec.field(name="llama.attention.layer_norm_rms_epsilon")
-    kv_heads: Count | None = msgspec.field(name="llama.attention.head_count_kv", default=None)
-    key_length: Count | None = msgspec.field(name="llama.attention.key_length", default=None)
-    value_length: Count | None = msgspec.field(name="llama.attention.value_length", default=None)
-    rope_dims: Count | None = msgspec.field(name="llama.rope.dimension_count", default=None)
-    rope_theta: Scale = msgspec.field(name="llama.rope.freq_base", default=10_000.0)
+    layers: LayerCount = msgspec.field(name="block_count")
+    hidden: Count = msgspec.field(name="embedding_length")
+    intermediate: Count = msgspec.field(name="feed_forward_length")
+    heads: Count = msgspec.field(name="attention.head_count")
+    max_context: Count = msgspec.field(name="context_length")
+    norm_eps: Scale = msgspec.field(name="attention.layer_norm_rms_epsilon")
+    kv_heads: Count | None = msgspec.field(name="attention.head_count_kv", default=None)
+    key_length: Count | None = msgspec.field(name="attention.key_length", default=None)
+    value_length: Count | None = msgspec.field(name="attention.value_length", default=None)
+    rope_dims: Count | None = msgspec.field(name="rope.dimension_count", default=None)
+    rope_theta: Scale = msgspec.field(name="rope.freq_base", default=10_000.0)
+    rope_scaling: str = msgspec.field(name="rope.scaling.type", default="linear")
+    rope_factor: Scale = msgspec.field(name="rope.scaling.factor", default=1.0)
 
 
 class GgufSource:
-    """A ModelSource over one GGUF file of architecture ``llama``."""
+    """A ModelSource over one GGUF file of a supported architecture."""
 
     def __init__(self, path: Path, name: str) -> None:
         reader, metadata = _read(path)
-        _check_supported(metadata, reader, path)
+        architecture, self._family = _family(metadata, path)
+        _check_supported(metadata, reader, architecture, path)
         self._tensors = {tensor.name: tensor for tensor in reader.tensors}
         tokenizer = from_gguf(metadata, path)
         self._tokenizer_json = tokenizer.json
-        self._spec = self._read_spec(metadata, tokenizer, path, name)
+        keys = _keys(metadata, architecture, path)
+        self._spec = self._read_spec(keys, tokenizer, path, name)
         check_dimensions(self._spec, path)
         shapes = {name: _shape(tensor) for name, tensor in self._tensors.items()}
+        shapes.pop(_ROPE_FACTORS, None)
         check_tensors(self._spec, shapes, _native_name, path)
         self._known = frozenset(tensor_shapes(self._spec)) | {"head"}
 
@@ -88,8 +105,17 @@ class GgufSource:
     def tensor(self, name: str) -> NDArray[np.float32]:
         """A fresh, contiguous float32 copy of a tensor; KeyError for an unknown name."""
         stored = self._stored(name)
-        rows = dequantize(stored.data, stored.tensor_type).reshape(_shape(stored))
-        return np.array(self._unpermute(name, rows), dtype=np.float32, order="C")
+        return self.rows(name, 0, _shape(stored)[0])
+
+    def rows(self, name: str, first: int, end: int) -> NDArray[np.float32]:
+        """Rows ``first`` to ``end`` of a tensor, as ``tensor`` gives them."""
+        stored = self._stored(name)
+        some = self._unpermute(name, stored.data)[first:end]
+        # Without the copy a float32 tensor would be a view of the mapped file
+        plain = dequantize(some, stored.tensor_type)
+        if np.shares_memory(plain, stored.data):
+            plain = plain.copy()
+        return np.ascontiguousarray(plain, np.float32)
 
     def packed(self, name: str) -> PackedTensor | None:
         """The tensor in its file's own quantised blocks; None if the file has plain floats."""
@@ -109,24 +135,21 @@ class GgufSource:
         return self._tensors[_native_name(stored_name(name, self._spec.tied_head))]
 
     def _unpermute(self, name: str, rows: NDArray[Any]) -> NDArray[Any]:
-        """Undoes the interleaving of ``q`` and ``k``: a pair's rows lie together in the file.
+        """Undoes the interleaving of ``q`` and ``k``: a pair's rows lie together in some files.
 
         Only whole rows move, so it holds for packed blocks as well.
         """
         part = name.rpartition(".")[2]
         heads = {"q": self._spec.heads, "k": self._spec.kv_heads}.get(part)
-        if heads is None:
+        if heads is None or not self._family.interleaved:
             return rows
         pairs = rows.reshape(heads, self._spec.head_dim // 2, 2, rows.shape[-1])
         return pairs.swapaxes(1, 2).reshape(rows.shape)
 
     def _read_spec(
-        self, metadata: Mapping[str, object], tokenizer: LoadedTokenizer, path: Path, name: str
+        self, keys: _Keys, tokenizer: LoadedTokenizer, path: Path, name: str
     ) -> ModelSpec:
-        try:
-            keys = msgspec.convert(dict(metadata), _LlamaKeys)
-        except msgspec.ValidationError as error:
-            raise InputError(f"malformed metadata: {error}", where=path) from error
+        head_dim = _head_dim(keys, path)
         embed = self._tensors.get(_OUTER["embed"])
         vocab = _shape(embed)[0] if embed is not None else tokenizer.vocab
         if tokenizer.vocab > vocab:
@@ -138,21 +161,38 @@ class GgufSource:
             )
         return ModelSpec(
             name=name,
-            architecture=SUPPORTED_ARCHITECTURE,
+            architecture=str(self._family.gguf),
             layers=keys.layers,
             hidden=keys.hidden,
             intermediate=keys.intermediate,
             heads=keys.heads,
             kv_heads=keys.kv_heads or keys.heads,
-            head_dim=_head_dim(keys, path),
+            head_dim=head_dim,
             vocab=vocab,
             max_context=keys.max_context,
             norm_eps=_shortest(keys.norm_eps),
-            rope=RopeSpec(theta=_shortest(keys.rope_theta)),
+            rope=RopeSpec(_shortest(keys.rope_theta), self._rope_factors(keys, head_dim, path)),
             tied_head=_OUTER["head"] not in self._tensors,
             tokenizer=tokenizer.spec,
             weights_digest=digest_of([path]),
+            qkv_bias=self._family.qkv_bias,
+            qk_norm=self._family.qk_norm,
         )
+
+    def _rope_factors(self, keys: _Keys, head_dim: int, path: Path) -> tuple[float, ...]:
+        """What the frequencies are divided by: a tensor's elements times a factor for all."""
+        factor = 1.0 if keys.rope_scaling == "none" else _shortest(keys.rope_factor)
+        stored = self._tensors.get(_ROPE_FACTORS)
+        if stored is None:
+            return () if factor == 1.0 else linear_factors(head_dim, factor)
+        if _shape(stored) != (head_dim // 2,) or stored.tensor_type != GGMLQuantizationType.F32:
+            raise InputError(
+                f"tensor {_ROPE_FACTORS} has the wrong shape or type",
+                where=path,
+                found=f"{list(_shape(stored))} {stored.tensor_type.name}",
+                expected=f"[{head_dim // 2}] F32",
+            )
+        return tuple(_shortest(each) * factor for each in stored.data.tolist())
 
 
 class _BoundedReader(GGUFReader):
@@ -195,62 +235,79 @@ def _read(path: Path) -> tuple[GGUFReader, dict[str, object]]:
         raise InputError(f"truncated or malformed GGUF: {error}", where=path) from error
 
 
-def _check_supported(metadata: Mapping[str, object], reader: GGUFReader, path: Path) -> None:
-    """UnsupportedError for another architecture, and for what a plain ``llama`` lacks."""
+def _family(metadata: Mapping[str, object], path: Path) -> tuple[str, Family]:
+    """The file's architecture; UnsupportedError if it is none of ours."""
     architecture = metadata.get("general.architecture")
-    if architecture != SUPPORTED_ARCHITECTURE:
+    known = {family.gguf: family for family in FAMILIES.values() if family.gguf}
+    if not isinstance(architecture, str) or architecture not in known:
         raise UnsupportedError(
             "unsupported architecture",
             where=path,
             found=architecture,
-            expected=SUPPORTED_ARCHITECTURE,
+            expected=f"one of {', '.join(sorted(known))}",
         )
-    plain: Mapping[str, tuple[object, ...]] = {
-        "split.count": (None, 0, 1),
-        "llama.expert_count": (None, 0),
-        "llama.attention.sliding_window": (None, 0),
-        "llama.attention.scale": (None, 0.0),
-        "llama.rope.scaling.type": (None, "none"),
-        "llama.rope.scale_linear": (None, 1.0),
-        "llama.rope.scaling.factor": (None, 1.0),
-        "llama.embedding_scale": (None, 1.0),
-        "llama.residual_scale": (None, 1.0),
-        "llama.logit_scale": (None, 1.0),
-    }
-    for key, values in plain.items():
+    return architecture, known[architecture]
+
+
+def _keys(metadata: Mapping[str, object], architecture: str, path: Path) -> _Keys:
+    prefix = f"{architecture}."
+    own = {k.removeprefix(prefix): v for k, v in metadata.items() if k.startswith(prefix)}
+    if own.get("rope.scale_linear") is not None:
+        # The older name
+        own.setdefault("rope.scaling.factor", own["rope.scale_linear"])
+    try:
+        return msgspec.convert(own, _Keys)
+    except msgspec.ValidationError as error:
+        # Name the key as it is in the file
+        text = re.sub(r"`(\$\.)?(?=[a-z_.]+`$)", rf"`\1{prefix}", str(error))
+        raise InputError(f"malformed metadata: {text}", where=path) from error
+
+
+_PLAIN: Mapping[str, tuple[object, ...]] = {
+    "expert_count": (None, 0),
+    "attention.sliding_window": (None, 0),
+    "attention.scale": (None, 0.0),
+    "attention.clamp_kqv": (None, 0.0),
+    "attention.max_alibi_bias": (None, 0.0),
+    "attn_logit_softcapping": (None, 0.0),
+    "final_logit_softcapping": (None, 0.0),
+    "rope.scaling.type": (None, "linear", "none"),
+    "embedding_scale": (None, 1.0),
+    "residual_scale": (None, 1.0),
+    "logit_scale": (None, 1.0),
+}
+"""Keys of the architecture, and their values in a decoder that we compute."""
+
+
+def _check_supported(
+    metadata: Mapping[str, object], reader: GGUFReader, architecture: str, path: Path
+) -> None:
+    """UnsupportedError for variants of an architecture and for types of tensors."""
+    plain = {f"{architecture}.{key}": values for key, values in _PLAIN.items()}
+    for key, values in {"split.count": (None, 0, 1), **plain}.items():
         if metadata.get(key) not in values:
+            wanted = " or ".join(repr(value) for value in values[1:])
             raise UnsupportedError(
                 f"{key} is not supported",
                 where=path,
                 found=metadata[key],
-                expected=f"{values[-1]!r} or no such key",
+                expected=f"{wanted} or no such key",
             )
-    types: dict[GGMLQuantizationType, str] = {}
     for tensor in reader.tensors:
-        if tensor.name == "rope_freqs.weight":
-            raise UnsupportedError(f"rope scaling ({tensor.name}) is not supported", where=path)
-        types.setdefault(tensor.tensor_type, tensor.name)
-    for kind, name in types.items():
-        _check_type(kind, name, path)
+        if tensor.tensor_type not in _PLAIN_TYPES + _BLOCK_TYPES:
+            names = [kind.name for kind in _PLAIN_TYPES + _BLOCK_TYPES]
+            raise UnsupportedError(
+                f"tensor {tensor.name} has an unsupported type",
+                where=path,
+                found=tensor.tensor_type.name,
+                expected=f"one of {', '.join(names)}",
+            )
 
 
-def _check_type(kind: GGMLQuantizationType, name: str, path: Path) -> None:
-    """UnsupportedError if gguf cannot dequantise the type: tried on one block of zeros."""
-    try:
-        dequantize(np.zeros((1, GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
-    except NotImplementedError as error:
-        raise UnsupportedError(
-            f"tensor {name} has an unsupported type",
-            where=path,
-            found=kind.name,
-            expected="F32, F16, BF16 or a block type that gguf can dequantise, such as Q8_0",
-        ) from error
-
-
-def _head_dim(keys: _LlamaKeys, path: Path) -> int:
+def _head_dim(keys: _Keys, path: Path) -> int:
     if keys.key_length is None and keys.hidden % keys.heads:
         raise InputError(
-            "llama.embedding_length is no multiple of attention.head_count",
+            "embedding_length is no multiple of attention.head_count",
             where=path,
             found=f"{keys.hidden} and {keys.heads}",
         )
@@ -270,7 +327,7 @@ def _native_name(name: str) -> str:
     if name in _OUTER:
         return _OUTER[name]
     _, index, part = name.split(".")
-    return f"blk.{index}.{_INNER[part]}.weight"
+    return f"blk.{index}.{_INNER[part]}"
 
 
 def _shape(tensor: ReaderTensor) -> tuple[int, ...]:

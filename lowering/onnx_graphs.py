@@ -93,6 +93,9 @@ class Template:
             "shape_out_rows": np.array([kv, -1, self.group * hd]),
             "shape_out": np.array([-1, q_dim]),
         }
+        if spec.qk_norm:
+            self.constants["shape_heads"] = np.array([-1, spec.heads + kv, hd])
+            self.constants["unit_norm"] = np.ones(hd, np.float32)
         self.constants |= linear_constants(fmt)
 
     def initializers(self) -> list[onnx.TensorProto]:
@@ -144,12 +147,18 @@ def norm(g: Nodes, x: str, weight: str, spec: ModelSpec) -> str:
 
 
 def split_heads(g: Nodes, qkv: str, layer: str, t: Template) -> tuple[str, str, str]:
-    """``qkv`` [w, q_dim + 2 kv_dim] into heads, rotated, the values on their grid.
+    """``qkv`` [w, q_dim + 2 kv_dim] into heads, biased, normed, rotated, values on their grid.
 
     Queries [kv, w * group, hd], keys [kv, w, hd], values [kv, w, hd].
     """
     spec = t.spec
+    if spec.qkv_bias:
+        qkv = g("Add", qkv, f"{layer}.qkv_bias")
     qk, v = g.many("Split", 2, qkv, "split_qk_v", axis=-1)
+    if spec.qk_norm:
+        # Each head is a row of the norm; its weights differ between queries and keys
+        qk = norm(g, g("Reshape", qk, "shape_heads"), "unit_norm", spec)
+        qk = g("Mul", qk, f"{layer}.qk_norm")
     qk = g(
         "RotaryEmbedding",
         *(g("Reshape", qk, "shape_rotary"), "positions", "rope.cos", "rope.sin"),

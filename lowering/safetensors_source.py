@@ -10,12 +10,10 @@ import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
+from lowering.hf_config import Config, read_config, rope_spec
 from lowering.source import (
-    SUPPORTED_ARCHITECTURE,
-    Count,
-    LayerCount,
+    FAMILIES,
     PackedTensor,
-    Scale,
     check_dimensions,
     check_tensors,
     digest_of,
@@ -24,7 +22,7 @@ from lowering.source import (
 )
 from lowering.tokenizer import LoadedTokenizer, from_folder, read_json
 from profiles.errors import InputError, UnsupportedError
-from runtime.model_spec import ModelSpec, RopeSpec
+from runtime.model_spec import ModelSpec
 
 _OUTER = {
     "embed": "model.embed_tokens.weight",
@@ -32,56 +30,24 @@ _OUTER = {
     "head": "lm_head.weight",
 }
 _INNER = {
-    "attn_norm": "input_layernorm",
-    "q": "self_attn.q_proj",
-    "k": "self_attn.k_proj",
-    "v": "self_attn.v_proj",
-    "o": "self_attn.o_proj",
-    "mlp_norm": "post_attention_layernorm",
-    "gate": "mlp.gate_proj",
-    "up": "mlp.up_proj",
-    "down": "mlp.down_proj",
+    "attn_norm": "input_layernorm.weight",
+    "q": "self_attn.q_proj.weight",
+    "k": "self_attn.k_proj.weight",
+    "v": "self_attn.v_proj.weight",
+    "q_bias": "self_attn.q_proj.bias",
+    "k_bias": "self_attn.k_proj.bias",
+    "v_bias": "self_attn.v_proj.bias",
+    "q_norm": "self_attn.q_norm.weight",
+    "k_norm": "self_attn.k_norm.weight",
+    "o": "self_attn.o_proj.weight",
+    "mlp_norm": "post_attention_layernorm.weight",
+    "gate": "mlp.gate_proj.weight",
+    "up": "mlp.up_proj.weight",
+    "down": "mlp.down_proj.weight",
 }
 _DTYPES = frozenset({"F32", "F16", "BF16", "F64"})
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
-
-
-class _Family(msgspec.Struct, frozen=True):
-    """Read before the rest, so that another family is named and not called malformed."""
-
-    architectures: list[str] | None = None
-    model_type: str | None = None
-
-
-class _Rope(msgspec.Struct, frozen=True):
-    rope_theta: Scale | None = None
-    rope_type: str | None = None
-    type: str | None = None
-
-
-class _LlamaConfig(msgspec.Struct, frozen=True):
-    """``config.json``; what has a default may be absent and then means the same as there."""
-
-    hidden_size: Count
-    intermediate_size: Count
-    num_hidden_layers: LayerCount
-    num_attention_heads: Count
-    vocab_size: Count
-    max_position_embeddings: Count
-    num_key_value_heads: Count | None = None
-    head_dim: Count | None = None
-    rms_norm_eps: Scale = 1e-6
-    rope_theta: Scale | None = None
-    rope_scaling: _Rope | None = None
-    rope_parameters: _Rope | None = None
-    tie_word_embeddings: bool = False
-    hidden_act: str = "silu"
-    attention_bias: bool = False
-    mlp_bias: bool = False
-    sliding_window: int | None = None
-    partial_rotary_factor: float | None = None
-    quantization_config: dict[str, Any] | None = None
 
 
 class _ShardIndex(msgspec.Struct, frozen=True):
@@ -89,15 +55,15 @@ class _ShardIndex(msgspec.Struct, frozen=True):
 
 
 class SafetensorsSource:
-    """A ModelSource over a Hugging Face folder of architecture ``LlamaForCausalLM``."""
+    """A ModelSource over a Hugging Face folder of a supported architecture."""
 
     def __init__(self, folder: Path) -> None:
-        config = _read_config(folder / "config.json")
+        family, config = read_config(folder / "config.json")
         self._file_of = _weight_files(folder)
         self._files = {path: _open(path) for path in sorted(set(self._file_of.values()))}
         tokenizer = from_folder(folder)
         self._tokenizer_json = tokenizer.json
-        self._spec = _spec(config, tokenizer, folder, list(self._files))
+        self._spec = _spec(family, config, tokenizer, folder, list(self._files))
         check_dimensions(self._spec, folder / "config.json")
         self._check_tensors(folder)
         self._known = frozenset(tensor_shapes(self._spec)) | {"head"}
@@ -109,12 +75,11 @@ class SafetensorsSource:
 
     def tensor(self, name: str) -> NDArray[np.float32]:
         """A fresh, contiguous float32 copy of a tensor; KeyError for an unknown name."""
-        if name not in self._known:
-            raise KeyError(name)
-        native = _native_name(stored_name(name, self._spec.tied_head))
-        stored: torch.Tensor = self._files[self._file_of[native]].get_tensor(native)
-        # the file is mapped: without the copy a float32 tensor would be a view of it
-        return stored.to(torch.float32, copy=True).contiguous().numpy()
+        return _widened(self._stored(name)[:])
+
+    def rows(self, name: str, first: int, end: int) -> NDArray[np.float32]:
+        """Rows ``first`` to ``end`` of a matrix, as ``tensor`` gives them."""
+        return _widened(self._stored(name)[first:end])
 
     def packed(self, name: str) -> PackedTensor | None:
         """None: this format holds plain floats; KeyError for an unknown name."""
@@ -125,6 +90,13 @@ class SafetensorsSource:
     def tokenizer_json(self) -> str:
         """``tokenizer.json`` as it is."""
         return self._tokenizer_json
+
+    def _stored(self, name: str) -> Any:
+        """The tensor in its file, to be sliced; KeyError for an unknown name."""
+        if name not in self._known:
+            raise KeyError(name)
+        native = _native_name(stored_name(name, self._spec.tied_head))
+        return self._files[self._file_of[native]].get_slice(native)
 
     def _check_tensors(self, folder: Path) -> None:
         shapes: dict[str, tuple[int, ...]] = {}
@@ -147,52 +119,10 @@ class SafetensorsSource:
         check_tensors(self._spec, shapes, _native_name, where)
 
 
-def _read_config(path: Path) -> _LlamaConfig:
-    family = read_json(path, _Family)
-    if family is None:
-        raise InputError(
-            "file is missing", where=path, hint="a Hugging Face folder or a .gguf file is needed"
-        )
-    named = (family.architectures or [None])[0]
-    if (named or family.model_type) not in ("LlamaForCausalLM", "llama"):
-        raise UnsupportedError(
-            "unsupported architecture",
-            where=path,
-            found=named or family.model_type,
-            expected="LlamaForCausalLM",
-        )
-    config = read_json(path, _LlamaConfig)
-    if config is None:
-        raise InputError("file is missing", where=path)
-    _check_supported(config, path)
-    return config
-
-
-def _check_supported(config: _LlamaConfig, path: Path) -> None:
-    """UnsupportedError for variants of the architecture that the decoder does not compute."""
-    ropes = [rope for rope in (config.rope_scaling, config.rope_parameters) if rope is not None]
-    rope_types = [rope.rope_type or rope.type or "default" for rope in ropes]
-    storage = config.quantization_config
-    unusual: dict[str, tuple[object, object]] = {
-        "rope scaling": (next((kind for kind in rope_types if kind != "default"), None), None),
-        "attention bias": (config.attention_bias, False),
-        "MLP bias": (config.mlp_bias, False),
-        "sliding window": (config.sliding_window, None),
-        "activation": (config.hidden_act, "silu"),
-        "partial rotation": (config.partial_rotary_factor or 1.0, 1.0),
-        "quantised storage": (storage and storage.get("quant_method", "unnamed"), None),
-    }
-    for what, (found, supported) in unusual.items():
-        if found != supported:
-            raise UnsupportedError(
-                f"{what} is not supported", where=path, found=found, expected=supported or "none"
-            )
-
-
 def _spec(
-    config: _LlamaConfig, tokenizer: LoadedTokenizer, folder: Path, files: list[Path]
+    name: str, config: Config, tokenizer: LoadedTokenizer, folder: Path, files: list[Path]
 ) -> ModelSpec:
-    path = folder / "config.json"
+    path, family = folder / "config.json", FAMILIES[name]
     if tokenizer.vocab > config.vocab_size:
         raise InputError(
             "vocab_size is smaller than the tokenizer's vocabulary",
@@ -200,35 +130,33 @@ def _spec(
             found=config.vocab_size,
             expected=tokenizer.vocab,
         )
-    if config.head_dim is None and config.hidden_size % config.num_attention_heads:
+    head_dim = config.head_dim or family.head_dim
+    if head_dim is None and config.hidden_size % config.num_attention_heads:
         raise InputError(
             "hidden_size is no multiple of num_attention_heads",
             where=path,
             found=f"{config.hidden_size} and {config.num_attention_heads}",
         )
+    head_dim = head_dim or config.hidden_size // config.num_attention_heads
     return ModelSpec(
         name=folder.resolve().name,
-        architecture=SUPPORTED_ARCHITECTURE,
+        architecture=name,
         layers=config.num_hidden_layers,
         hidden=config.hidden_size,
         intermediate=config.intermediate_size,
         heads=config.num_attention_heads,
         kv_heads=config.num_key_value_heads or config.num_attention_heads,
-        head_dim=config.head_dim or config.hidden_size // config.num_attention_heads,
+        head_dim=head_dim,
         vocab=config.vocab_size,
         max_context=config.max_position_embeddings,
         norm_eps=config.rms_norm_eps,
-        rope=RopeSpec(theta=_rope_theta(config)),
+        rope=rope_spec(config, head_dim, path),
         tied_head=config.tie_word_embeddings,
         tokenizer=tokenizer.spec,
         weights_digest=digest_of(files),
+        qkv_bias=family.qkv_bias,
+        qk_norm=family.qk_norm,
     )
-
-
-def _rope_theta(config: _LlamaConfig) -> float:
-    """Newer files keep it in ``rope_parameters``, older ones at the top."""
-    nested = config.rope_parameters.rope_theta if config.rope_parameters else None
-    return nested or config.rope_theta or 10_000.0
 
 
 def _weight_files(folder: Path) -> Mapping[str, Path]:
@@ -241,6 +169,9 @@ def _weight_files(folder: Path) -> Mapping[str, Path]:
         raise InputError(
             "no weights", where=folder, expected=f"{_WEIGHTS} or {_INDEX}", hint=_other(folder)
         )
+    for tensor, name in index.weight_map.items():
+        if not name:
+            raise InputError(f"tensor {tensor} has no shard", where=index_path)
     for name in sorted(set(index.weight_map.values())):
         if Path(name).name != name:
             raise InputError("a shard lies outside the folder", where=index_path, found=name)
@@ -271,8 +202,13 @@ def _is_derived(name: str, tied_head: bool) -> bool:
     return name.endswith(".rotary_emb.inv_freq") or (tied_head and name == _OUTER["head"])
 
 
+def _widened(stored: torch.Tensor) -> NDArray[np.float32]:
+    # the file is mapped: without the copy a float32 tensor would be a view of it
+    return stored.to(torch.float32, copy=True).contiguous().numpy()
+
+
 def _native_name(name: str) -> str:
     if name in _OUTER:
         return _OUTER[name]
     _, index, part = name.split(".")
-    return f"model.layers.{index}.{_INNER[part]}.weight"
+    return f"model.layers.{index}.{_INNER[part]}"

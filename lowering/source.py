@@ -2,7 +2,7 @@
 
 import hashlib
 import importlib.util
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Protocol
 
@@ -11,9 +11,36 @@ import numpy as np
 from numpy.typing import NDArray
 
 from profiles.errors import InputError, UnsupportedError, nearest
-from runtime.model_spec import MAX_HEAD_DIM, ModelSpec
+from runtime.model_spec import MAX_HEAD_DIM, MAX_ROPE_FACTOR, MIN_ROPE_FACTOR, ModelSpec
 
-SUPPORTED_ARCHITECTURE = "llama"
+
+class Family(msgspec.Struct, frozen=True):
+    """What one family of decoders has beyond, or other than, a plain ``llama``."""
+
+    hf_class: str
+    """The first of ``architectures`` in ``config.json``."""
+    gguf: str | None = None
+    """``general.architecture``; None if its files go by another family's name."""
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    interleaved: bool = False
+    """GGUF files keep the rows of a rotation's pairs next to each other."""
+    head_dim: int | None = None
+    """Of a ``config.json`` that is silent; None for hidden size over heads."""
+    sliding_window: int | None = None
+    """Likewise."""
+
+
+FAMILIES: Mapping[str, Family] = {
+    "llama": Family("LlamaForCausalLM", gguf="llama", interleaved=True),
+    "mistral": Family("MistralForCausalLM", sliding_window=4096),
+    "qwen2": Family("Qwen2ForCausalLM", gguf="qwen2", qkv_bias=True),
+    "qwen3": Family("Qwen3ForCausalLM", gguf="qwen3", qk_norm=True, head_dim=128),
+}
+"""By the name that a ModelSpec calls its architecture."""
+
+BLOCK_BYTES = 16 << 20
+"""Float32 weights that are in memory at a time while a matrix is converted."""
 
 Count = Annotated[int, msgspec.Meta(gt=0, le=2**31)]
 """A dimension as a file may state it."""
@@ -38,8 +65,9 @@ class ModelSource(Protocol):
 
     Names: ``embed`` [vocab, hidden]; ``layers.{i}.attn_norm`` and ``layers.{i}.mlp_norm``
     [hidden]; ``layers.{i}.q``, ``k``, ``v``, ``o``, ``gate``, ``up``, ``down`` [out, in];
-    ``final_norm`` [hidden]; ``head`` [vocab, hidden], which is ``embed`` in a tied model.
-    ``q`` and ``k`` are in the half-rotation layout.
+    ``final_norm`` [hidden]; ``head`` [vocab, hidden], which is ``embed`` in a tied model. Where
+    the spec says so, ``layers.{i}.q_bias``, ``k_bias``, ``v_bias`` [out] and ``q_norm``,
+    ``k_norm`` [head_dim]. ``q`` and ``k`` are in the half-rotation layout.
     """
 
     @property
@@ -49,6 +77,10 @@ class ModelSource(Protocol):
 
     def tensor(self, name: str) -> NDArray[np.float32]:
         """A fresh, contiguous float32 copy of a tensor; KeyError for a name not listed above."""
+        ...
+
+    def rows(self, name: str, first: int, end: int) -> NDArray[np.float32]:
+        """Rows ``first`` to ``end`` of a matrix, as ``tensor`` gives them."""
         ...
 
     def packed(self, name: str) -> PackedTensor | None:
@@ -153,6 +185,10 @@ def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
         "up": (spec.intermediate, spec.hidden),
         "down": (spec.hidden, spec.intermediate),
     }
+    if spec.qkv_bias:
+        layer |= {"q_bias": (q_dim,), "k_bias": (spec.kv_dim,), "v_bias": (spec.kv_dim,)}
+    if spec.qk_norm:
+        layer |= {"q_norm": (spec.head_dim,), "k_norm": (spec.head_dim,)}
     shapes: dict[str, tuple[int, ...]] = {"embed": (spec.vocab, spec.hidden)}
     for index in range(spec.layers):
         shapes.update({f"layers.{index}.{part}": shape for part, shape in layer.items()})
@@ -165,6 +201,16 @@ def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 def stored_name(name: str, tied_head: bool) -> str:
     """The canonical name under which a tensor is stored: ``head`` of a tied model is ``embed``."""
     return "embed" if tied_head and name == "head" else name
+
+
+def row_blocks(source: ModelSource, names: Iterable[str]) -> Iterator[NDArray[np.float32]]:
+    """The rows of some matrices one under the other, [n, in], about ``BLOCK_BYTES`` at a time."""
+    shapes = tensor_shapes(source.spec)
+    for name in names:
+        rows, width = shapes[stored_name(name, source.spec.tied_head)]
+        step = max(1, BLOCK_BYTES // (4 * width))
+        for first in range(0, rows, step):
+            yield source.rows(name, first, min(first + step, rows))
 
 
 def check_dimensions(spec: ModelSpec, where: Path) -> None:
@@ -187,6 +233,14 @@ def check_dimensions(spec: ModelSpec, where: Path) -> None:
             found=spec.head_dim,
             expected=f"at most {MAX_HEAD_DIM} dimensions",
         )
+    for factor in spec.rope.factors:
+        if not MIN_ROPE_FACTOR <= factor <= MAX_ROPE_FACTOR:
+            raise InputError(
+                "a factor of the rotation is out of range",
+                where=where,
+                found=factor,
+                expected=f"{MIN_ROPE_FACTOR:g} to {MAX_ROPE_FACTOR:g}",
+            )
     ids = [*spec.tokenizer.eos_ids]
     if spec.tokenizer.bos_id is not None:
         ids.append(spec.tokenizer.bos_id)
@@ -218,7 +272,7 @@ def check_tensors(
         raise UnsupportedError(
             f"{what}, {name}, is not supported",
             where=where,
-            expected=f"the tensors of a plain {SUPPORTED_ARCHITECTURE} decoder",
+            expected=f"the tensors of a plain {spec.architecture} decoder",
         )
     for name, shape in expected.items():
         if name not in found:

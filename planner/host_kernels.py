@@ -246,6 +246,9 @@ class _RandomSource:
             return np.ones(shape, np.float32)
         return np.resize(self._noise, shape) / np.float32(math.sqrt(shape[1]))
 
+    def rows(self, name: str, first: int, end: int) -> Array:
+        return self.tensor(name)[first:end]
+
     def packed(self, name: str) -> PackedTensor | None:
         del name
         return None

@@ -4,6 +4,8 @@ import msgspec
 
 MAX_HEAD_DIM = 128
 """Widest head whose scores are summed in one order in every pass (``docs/numerics.md``)."""
+MIN_ROPE_FACTOR = 1e-6
+MAX_ROPE_FACTOR = 1e6
 
 
 class RopeSpec(msgspec.Struct, frozen=True):
@@ -11,6 +13,14 @@ class RopeSpec(msgspec.Struct, frozen=True):
 
     theta: float
     """Base of the geometric sequence of wavelengths."""
+    factors: tuple[float, ...] = ()
+    """What the frequency of each pair is divided by, [head_dim / 2]; empty: by nothing."""
+
+    def frequencies(self, head_dim: int) -> tuple[float, ...]:
+        """Radians per position of each pair, [head_dim / 2]."""
+        plain = [self.theta ** (-2 * pair / head_dim) for pair in range(head_dim // 2)]
+        factors = self.factors or (1.0,) * len(plain)
+        return tuple(one / factor for one, factor in zip(plain, factors, strict=True))
 
 
 class TokenizerSpec(msgspec.Struct, frozen=True):
@@ -28,11 +38,14 @@ class TokenizerSpec(msgspec.Struct, frozen=True):
 
 
 class ModelSpec(msgspec.Struct, frozen=True):
-    """A decoder-only transformer: RMS norms, rotary GQA attention, gated SiLU MLP."""
+    """A decoder-only transformer: RMS norms, rotary GQA attention, gated SiLU MLP.
+
+    What families add to that are facts here; nothing else asks for the architecture's name.
+    """
 
     name: str
     architecture: str
-    """``llama`` so far."""
+    """Name of the family, such as ``llama``; for people."""
     layers: int
     hidden: int
     intermediate: int
@@ -49,6 +62,10 @@ class ModelSpec(msgspec.Struct, frozen=True):
     tokenizer: TokenizerSpec
     weights_digest: str
     """SHA-256 of the weight files, hex."""
+    qkv_bias: bool = False
+    """Queries, keys and values have a bias, added before anything else is done with them."""
+    qk_norm: bool = False
+    """Each head of queries and keys has an RMS norm, before the rotation."""
 
     @property
     def sub_layers(self) -> int:

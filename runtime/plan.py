@@ -16,7 +16,7 @@ from profiles.words import Format, ProcessorKind, SubLayerId
 from runtime.model_spec import ModelSpec
 
 FORMAT_MAJOR = 1
-FORMAT = f"{FORMAT_MAJOR}.0"
+FORMAT = f"{FORMAT_MAJOR}.1"
 PLAN_FILE = "plan.json"
 SEAL_FILE = "plan.sha256"
 WEIGHTS_FILE = "weights.bin"

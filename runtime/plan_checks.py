@@ -11,7 +11,7 @@ from itertools import pairwise
 from math import prod
 from typing import NamedTuple
 
-from runtime.model_spec import MAX_HEAD_DIM, ModelSpec
+from runtime.model_spec import MAX_HEAD_DIM, MAX_ROPE_FACTOR, MIN_ROPE_FACTOR, ModelSpec
 from runtime.plan import (
     ALIGNMENT_BYTES,
     PLAN_FILE,
@@ -98,6 +98,12 @@ def _model(plan: ExecutionPlan) -> Iterator[Fault]:
         yield Fault("$.model.head_dim", what, model.head_dim, "an even number")
     yield from _outside("$.model.norm_eps", model.norm_eps, 1e-30, 1)
     yield from _outside("$.model.rope.theta", model.rope.theta, 1, 1e15)
+    if len(model.rope.factors) not in (0, model.head_dim // 2):
+        found, expected = len(model.rope.factors), f"none, or {model.head_dim // 2}"
+        yield Fault("$.model.rope.factors", "one factor for each pair of a head", found, expected)
+    for index, factor in enumerate(model.rope.factors):
+        where = f"$.model.rope.factors[{index}]"
+        yield from _outside(where, factor, MIN_ROPE_FACTOR, MAX_ROPE_FACTOR)
     yield from _outside("$.context", plan.context, 1, model.max_context)
     yield from _tokens(model)
 

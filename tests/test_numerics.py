@@ -12,9 +12,10 @@ import torch
 from compiled_models import FORMATS, Recipe, least_width, recipe_source
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_models import GQA, MHA, UNTIED, VOCAB, WIDE_HEADS, TinyShape
+from tiny_models import GQA, LLAMA3, MHA, QWEN2, QWEN3, UNTIED, VOCAB, WIDE_HEADS, TinyShape
 
 from lowering.decoder import Decoder, KeyValues
+from lowering.flash_image import value_grid
 from lowering.onnx_graphs import VALUE_BITS, probability_bits
 from lowering.quantize import linear_reference, quantize_channels
 from profiles.words import Format, SubLayerId
@@ -32,7 +33,16 @@ Array = np.ndarray[Any, Any]
 
 # More than one tile of every matrix kernel, and an odd number of groups
 BROAD = TinyShape(layers=1, hidden=288, intermediate=544, heads=9, kv_heads=3, head_dim=32)
-SHAPES = {"gqa": GQA, "mha": MHA, "untied": UNTIED, "wide_heads": WIDE_HEADS, "broad": BROAD}
+SHAPES = {
+    "gqa": GQA,
+    "mha": MHA,
+    "untied": UNTIED,
+    "wide_heads": WIDE_HEADS,
+    "broad": BROAD,
+    "scaled_rotation": msgspec.structs.replace(LLAMA3, layers=1),
+    "qkv_bias": msgspec.structs.replace(QWEN2, layers=1),
+    "qk_norm": msgspec.structs.replace(QWEN3, layers=1),
+}
 # Two threads need no more shapes than this to share the work in every way that they do
 THREADED = [(name, 1) for name in SHAPES] + [(name, 2) for name in ("gqa", "mha", "broad")]
 TWO_LAYERS = {name: msgspec.structs.replace(SHAPES[name], layers=2) for name in ("gqa", "mha")}
@@ -270,6 +280,18 @@ def test_values_are_whole_steps_that_the_grid_has_room_for(model, name: str, fmt
     assert np.array_equal(values, np.rint(values))
     largest = np.abs(values).max()
     assert 2 ** (VALUE_BITS - 7) < largest < 2**VALUE_BITS, "coarse, or clipped"
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("weight", [0.0, 1.0])
+def test_a_bias_of_the_values_has_room_on_their_grid(weight: float, fmt: Format) -> None:
+    weights = np.full((3, 16), weight, np.float32)
+    bias = np.array([0.0, -900.0, 3e4], np.float32)
+    grid = value_grid(weights, np.ones(16, np.float32), fmt, bias)
+    # A row of the norm has at most this sum with a row of ones
+    largest = grid * (16 * weight + np.abs(bias))
+    assert (largest[1:] > 2 ** (VALUE_BITS - 2)).all()
+    assert (largest < 2**VALUE_BITS).all()
 
 
 @pytest.mark.parametrize("slots", [1, 2, 31, 1024, 1025, 4096, 8192, 2**17])

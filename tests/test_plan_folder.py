@@ -119,6 +119,14 @@ def test_a_newer_minor_version_is_read_and_its_new_fields_are_ignored() -> None:
     assert msgspec.structs.replace(plan, format=sample_plan().format) == sample_plan()
 
 
+def test_a_plan_of_the_first_minor_version_lacks_what_came_later_and_is_read() -> None:
+    document = json.loads(changed("$.format", f"{FORMAT_MAJOR}.0"))
+    del document["model"]["qkv_bias"], document["model"]["qk_norm"]
+    del document["model"]["rope"]["factors"]
+    model = decode_plan(json.dumps(document).encode(), "plan.json").model
+    assert (model.qkv_bias, model.qk_norm, model.rope.factors) == (False, False, ())
+
+
 def test_what_a_newer_minor_version_has_beyond_this_one_is_answered_with_update() -> None:
     document = json.loads(changed("$.buckets[0].cycle.draft", "medusa"))
     document["format"] = f"{FORMAT_MAJOR}.99"
@@ -245,6 +253,8 @@ INCONSISTENT: list[tuple[str, object, str]] = [
     ("$.model.max_context", 2**40, ""),
     ("$.model.norm_eps", 0.0, ""),
     ("$.model.rope.theta", -1.0, ""),
+    ("$.model.rope.factors", [1.0], ""),
+    ("$.model.rope.factors", [0.0, 1.0], "$.model.rope.factors[0]"),
     ("$.model.tokenizer.eos_ids[1]", 32, ""),
     ("$.model.tokenizer.eos_ids[0]", -1, ""),
     ("$.model.tokenizer.bos_id", 10**9, ""),

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import gguf
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -15,6 +16,9 @@ from safetensors.torch import load_file, save_file
 from tiny_models import (
     CHAT_TEMPLATE,
     GQA,
+    MISTRAL,
+    QWEN2,
+    QWEN3,
     SHAPES,
     UNTIED,
     VOCAB,
@@ -24,9 +28,11 @@ from tiny_models import (
     tiny_spec,
     tiny_tokenizer_json,
     tiny_weights,
+    transformers_model,
     write_gguf,
     write_hf_folder,
 )
+from transformers import AutoModelForCausalLM
 
 from lowering import source as source_module
 from lowering.decoder import Decoder
@@ -37,12 +43,10 @@ IDS = [1, 40, 7, 7, 300, 12, 99, 0, 265]
 
 
 def dimensions(spec):
-    """What two forms of one model agree on."""
-    return [
-        getattr(spec, field)
-        for field in spec.__struct_fields__
-        if field not in ("name", "tokenizer", "weights_digest")
-    ]
+    """What two forms of one model agree on; GGUF keeps a rotation's factors in float32."""
+    apart = ("name", "architecture", "rope", "tokenizer", "weights_digest")
+    same = [getattr(spec, field) for field in spec.__struct_fields__ if field not in apart]
+    return [*same, spec.rope.theta, *map(np.float32, spec.rope.factors)]
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
@@ -88,6 +92,7 @@ def test_a_gguf_file_gives_the_logits_of_its_rounded_weights(tmp_path, shape, ki
     model = open_model(str(write_gguf(tmp_path / "tiny.gguf", shape, 5, kind=kind)))
     assert dimensions(model.spec) == dimensions(tiny_spec(shape))
     rounded = tiny_source(shape, 5)
+    rounded.spec = msgspec.structs.replace(rounded.spec, rope=model.spec.rope)
     for name, array in tiny_weights(shape, 5).items():
         if array.ndim == 2:
             blocks = gguf.quants.quantize(array, kind)
@@ -196,10 +201,33 @@ NEEDED = {
 @pytest.mark.parametrize(
     ("config", "error", "words"),
     [
-        ({"architectures": ["Qwen2ForCausalLM"]}, UnsupportedError, ["Qwen2For", "LlamaForC"]),
-        ({"rope_scaling": {"rope_type": "llama3"}}, UnsupportedError, ["rope scaling", "llama3"]),
-        ({"rope_scaling": {"type": "linear"}}, UnsupportedError, ["rope scaling", "linear"]),
-        ({"rope_parameters": {"rope_type": "yarn"}}, UnsupportedError, ["rope scaling", "yarn"]),
+        ({"architectures": ["Qwen2MoeForCausalLM"]}, UnsupportedError, ["Qwen2Moe", "LlamaForC"]),
+        ({"architectures": ["Gemma2ForCausalLM"]}, UnsupportedError, ["Gemma2", "Qwen3ForC"]),
+        ({"rope_scaling": {"rope_type": "llama3"}}, InputError, ["rope scaling", "factor"]),
+        ({"rope_scaling": {"type": "linear"}}, InputError, ["rope scaling", "factor"]),
+        ({"rope_scaling": {"type": "dynamic"}}, UnsupportedError, ["rope scaling", "dynamic"]),
+        (
+            {"rope_parameters": {"rope_type": "yarn"}},
+            UnsupportedError,
+            ["scaling", "yarn", "llama3"],
+        ),
+        (
+            {"rope_scaling": {"type": "llama3", "factor": 8.0, "low_freq_factor": 4.0}},
+            InputError,
+            ["low_freq_factor < high_freq_factor", "original_max_position_embeddings"],
+        ),
+        ({"rope_scaling": {"type": "linear", "factor": 1e9}}, InputError, ["factor", "1e+06"]),
+        ({"rope_parameters": {"full_attention": {}}}, UnsupportedError, ["each kind of layer"]),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, UnsupportedError, ["partial", "0.5"]),
+        ({"partial_rotary_factor": 0.25}, UnsupportedError, ["partial rotation", "0.25"]),
+        (
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            UnsupportedError,
+            ["sliding_at"],
+        ),
+        ({"num_local_experts": 8}, UnsupportedError, ["mixture of experts", "8"]),
+        ({"attn_logit_softcapping": 50.0}, UnsupportedError, ["soft capping of attention", "50"]),
+        ({"final_logit_softcapping": 30.0}, UnsupportedError, ["soft capping of logits", "30"]),
         ({"attention_bias": True}, UnsupportedError, ["attention bias"]),
         ({"mlp_bias": True}, UnsupportedError, ["MLP bias"]),
         ({"sliding_window": 4096}, UnsupportedError, ["sliding window", "4096"]),
@@ -218,6 +246,83 @@ NEEDED = {
 def test_a_folder_with_another_configuration_is_refused(tmp_path, config, error, words):
     folder = write_hf_folder(tmp_path, config=config)
     refused(folder, error, "config.json", *words)
+
+
+SLIDING = {"use_sliding_window": True, "sliding_window": 64}
+
+
+@pytest.mark.parametrize(
+    ("shape", "config", "words"),
+    [
+        (MISTRAL, {"sliding_window": 4096}, ["sliding window", "4096"]),
+        (QWEN2, SLIDING, ["sliding window", "64"]),
+        (QWEN3, SLIDING, ["sliding window", "64"]),
+        (QWEN3, {"attention_bias": True}, ["attention bias"]),
+    ],
+)
+def test_variants_of_other_families_are_refused(tmp_path, shape, config, words):
+    refused(write_hf_folder(tmp_path, shape, config=config), UnsupportedError, *words)
+
+
+def test_a_mistral_configuration_that_is_silent_has_a_sliding_window(tmp_path):
+    folder = write_hf_folder(tmp_path, MISTRAL)
+    config = json.loads((folder / "config.json").read_text())
+    assert open_model(str(folder)).spec.architecture == "mistral"
+    del config["sliding_window"]
+    (folder / "config.json").write_text(json.dumps(config))
+    refused(folder, UnsupportedError, "sliding window", "4096")
+
+
+@pytest.mark.parametrize("shape", [QWEN2, QWEN3])
+def test_a_sliding_window_that_is_switched_off_is_none(tmp_path, shape):
+    config = {"use_sliding_window": False, "sliding_window": 64}
+    assert open_model(str(write_hf_folder(tmp_path, shape, config=config))).spec.qkv_bias == (
+        shape is QWEN2
+    )
+
+
+def test_a_linearly_stretched_rotation_equals_that_of_transformers(tmp_path):
+    rope = {"rope_type": "linear", "factor": 4.0}
+    folder = write_hf_folder(tmp_path / "hf", config={"rope_scaling": rope})
+    metadata = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}
+    file = write_gguf(tmp_path / "tiny.gguf", metadata=metadata)
+    older = write_gguf(tmp_path / "older.gguf", metadata={"llama.rope.scale_linear": 4.0})
+    off = write_gguf(
+        tmp_path / "off.gguf", metadata={**metadata, "llama.rope.scaling.type": "none"}
+    )
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    with torch.no_grad():
+        expected = model(torch.tensor([IDS * 20])).logits[0]
+    for path in (folder, file, older):
+        found = Decoder(open_model(str(path))).forward(IDS * 20)
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+    assert open_model(str(off)).spec.rope.factors == ()
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+def test_a_folder_written_by_transformers_gives_its_logits(tmp_path, shape):
+    write_hf_folder(tmp_path, shape)
+    model = transformers_model(tiny_source(shape, 9), shape)
+    (tmp_path / "model.safetensors").unlink()
+    # config.json, and the names and tied tensors in the weights, as transformers has them
+    model.save_pretrained(tmp_path, max_shard_size="100KB")
+    ids = IDS * 20
+    with torch.no_grad():
+        expected = model(torch.tensor([ids])).logits[0]
+    found = open_model(str(tmp_path))
+    assert dimensions(found.spec) == dimensions(tiny_spec(shape))
+    torch.testing.assert_close(Decoder(found).forward(ids), expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("write", [write_hf_folder, write_gguf])
+def test_some_rows_of_a_matrix_are_those_of_the_whole(tmp_path, write):
+    model = open_model(str(write(tmp_path / "tiny.gguf")))
+    for name in ("embed", "head", "layers.1.q", "layers.1.down"):
+        whole = model.tensor(name)
+        part = model.rows(name, 5, 17)
+        assert np.array_equal(part, whole[5:17])
+        assert part.flags.writeable
+        assert part.flags.c_contiguous
 
 
 def break_file(path: Path, change: Callable[[bytes], bytes]) -> None:
@@ -284,7 +389,14 @@ def test_broken_shards_are_refused(tmp_path):
     moved = dict.fromkeys(good["weight_map"], "model-00001-of-00002.safetensors")
     index.write_text(json.dumps({"weight_map": moved}))
     refused(folder, InputError, "model-00001-of-00002.safetensors", "is missing")
+    first = next(iter(good["weight_map"]))
+    index.write_text(json.dumps({"weight_map": {**good["weight_map"], first: ""}}))
+    refused(folder, InputError, index.name, first, "no shard")
     index.write_text(json.dumps(good))
+    content = second.read_bytes()
+    second.write_bytes(b"")
+    refused(folder, InputError, second.name, "truncated or malformed")
+    second.write_bytes(content)
     second.unlink()
     refused(folder, InputError, "model-00002-of-00002.safetensors", "missing")
     index.write_text('{"weight_map": 3}')
@@ -364,7 +476,9 @@ def widen_array(data: bytes, key: bytes) -> bytes:
     ("metadata", "error", "words"),
     [
         ({"llama.rope.scaling.type": "yarn"}, UnsupportedError, ["rope.scaling", "yarn"]),
-        ({"llama.rope.scale_linear": 4.0}, UnsupportedError, ["rope.scale_linear", "4.0"]),
+        ({"llama.rope.scaling.factor": 1e9}, InputError, ["rotation", "1e+06"]),
+        ({"llama.rope.scaling.factor": -2.0}, InputError, ["llama.rope.scaling.factor"]),
+        ({"llama.attn_logit_softcapping": 50.0}, UnsupportedError, ["softcapping", "50.0"]),
         ({"llama.expert_count": 8}, UnsupportedError, ["llama.expert_count", "8"]),
         ({"llama.attention.sliding_window": 64}, UnsupportedError, ["sliding_window", "64"]),
         ({"split.count": 3}, UnsupportedError, ["split.count", "3"]),
@@ -375,8 +489,9 @@ def test_gguf_files_of_another_kind_are_refused(tmp_path, metadata, error, words
 
 
 def test_a_gguf_file_of_another_architecture_is_refused(tmp_path):
-    path = write_gguf(tmp_path / "tiny.gguf", architecture="qwen2")
-    refused(path, UnsupportedError, "tiny.gguf", "found qwen2", "expected llama")
+    path = write_gguf(tmp_path / "tiny.gguf")
+    break_file(path, lambda d: d.replace(b"llama", b"gemma"))
+    refused(path, UnsupportedError, "tiny.gguf", "found gemma", "one of llama, qwen2, qwen3")
 
 
 def test_gguf_tensors_that_do_not_fit_the_metadata_are_refused(tmp_path):
@@ -385,8 +500,12 @@ def test_gguf_tensors_that_do_not_fit_the_metadata_are_refused(tmp_path):
     refused(path, InputError, "tiny.gguf", up, "[64, 64]", "[96, 64]")
     write_gguf(path, tensors={"blk.0.attn_q.bias": np.zeros(64, np.float32)})
     refused(path, UnsupportedError, "tiny.gguf", "a bias", "blk.0.attn_q.bias")
-    write_gguf(path, tensors={"rope_freqs.weight": np.ones(8, np.float32)})
-    refused(path, UnsupportedError, "tiny.gguf", "rope scaling")
+    write_gguf(path, tensors={"rope_freqs.weight": np.ones(7, np.float32)})
+    refused(path, InputError, "tiny.gguf", "rope_freqs.weight", "[7] F32", "[8] F32")
+    write_gguf(path, tensors={"rope_freqs.weight": np.zeros(8, np.float32)})
+    refused(path, InputError, "tiny.gguf", "rotation", "0.0")
+    write_gguf(path, tensors={"rope_freqs.weight": np.full(8, np.nan, np.float32)})
+    refused(path, InputError, "tiny.gguf", "rotation", "nan")
     write_gguf(path, tensors={gguf_name("embed"): np.zeros((100, 64), np.float32)})
     refused(path, InputError, "tiny.gguf", "fewer rows than there are tokens", "100")
     write_gguf(path)

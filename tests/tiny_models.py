@@ -1,9 +1,10 @@
-"""Tiny random Llama models for tests: in memory, as Hugging Face folders and as GGUF files.
+"""Tiny random models for tests: in memory, as Hugging Face folders and as GGUF files.
 
 Weights depend on the shape and the seed alone, so the same model can be had in every form.
 """
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -40,20 +41,36 @@ class TinyShape(msgspec.Struct, frozen=True):
     tied: bool = True
     theta: float = 10_000.0
     max_context: int = 512
+    architecture: str = "llama"
+    llama3: tuple[float, float, float, int] | None = None
+    """Factor, low and high frequency factor and original context of a stretched rotation."""
 
 
 GQA = TinyShape()
 MHA = TinyShape(kv_heads=4, theta=100_000.0)
 UNTIED = TinyShape(layers=2, kv_heads=1, tied=False)
 WIDE_HEADS = TinyShape(heads=2, kv_heads=1, head_dim=48, tied=False)
-SHAPES = {"gqa": GQA, "mha": MHA, "untied": UNTIED, "wide_heads": WIDE_HEADS}
+LLAMA3 = TinyShape(layers=2, llama3=(8.0, 1.0, 4.0, 64))
+MISTRAL = TinyShape(layers=2, architecture="mistral", head_dim=32, tied=False)
+QWEN2 = TinyShape(layers=2, architecture="qwen2", tied=False)
+QWEN3 = TinyShape(layers=2, heads=2, kv_heads=1, head_dim=128, architecture="qwen3")
+SHAPES = {
+    "gqa": GQA,
+    "mha": MHA,
+    "untied": UNTIED,
+    "wide_heads": WIDE_HEADS,
+    "llama3": LLAMA3,
+    "mistral": MISTRAL,
+    "qwen2": QWEN2,
+    "qwen3": QWEN3,
+}
 
 
 def tiny_spec(shape: TinyShape = GQA, name: str = "tiny") -> ModelSpec:
     """The ModelSpec of a tiny model that exists in memory only."""
     return ModelSpec(
         name=name,
-        architecture="llama",
+        architecture=shape.architecture,
         layers=shape.layers,
         hidden=shape.hidden,
         intermediate=shape.intermediate,
@@ -63,11 +80,25 @@ def tiny_spec(shape: TinyShape = GQA, name: str = "tiny") -> ModelSpec:
         vocab=VOCAB,
         max_context=shape.max_context,
         norm_eps=1e-5,
-        rope=RopeSpec(theta=shape.theta),
+        rope=RopeSpec(shape.theta, rope_factors(shape)),
         tied_head=shape.tied,
         tokenizer=TokenizerSpec(1, False, (EOS_ID,), CHAT_TEMPLATE, "0" * 64),
         weights_digest="0" * 64,
+        qkv_bias=shape.architecture == "qwen2",
+        qk_norm=shape.architecture == "qwen3",
     )
+
+
+def rope_factors(shape: TinyShape) -> tuple[float, ...]:
+    """What Llama 3.1 divides its frequencies by: 1 for fast pairs, its factor for slow ones."""
+    if shape.llama3 is None:
+        return ()
+    factor, low, high, original = shape.llama3
+    turns = [
+        f * original / (2 * math.pi) for f in RopeSpec(shape.theta).frequencies(shape.head_dim)
+    ]
+    between = [min(max((each - low) / (high - low), 0.0), 1.0) for each in turns]
+    return tuple(1 / (share + (1 - share) / factor) for share in between)
 
 
 def tiny_weights(shape: TinyShape = GQA, seed: int = 0) -> dict[str, NDArray[np.float32]]:
@@ -75,7 +106,9 @@ def tiny_weights(shape: TinyShape = GQA, seed: int = 0) -> dict[str, NDArray[np.
     random = np.random.default_rng(seed)
     weights: dict[str, NDArray[np.float32]] = {}
     for name, dims in tensor_shapes(tiny_spec(shape)).items():
-        if len(dims) == 1:
+        if name.endswith("_bias"):
+            array = 0.5 * random.standard_normal(dims)
+        elif len(dims) == 1:
             array = 1 + 0.1 * random.standard_normal(dims)
         else:
             scale = 0.3 if name in ("embed", "head") else 1.5 / dims[1] ** 0.5
@@ -95,6 +128,9 @@ class ArraySource:
         if name == "head" and self.spec.tied_head:
             name = "embed"
         return self.weights[name].copy()
+
+    def rows(self, name: str, first: int, end: int) -> NDArray[np.float32]:
+        return self.tensor(name)[first:end]
 
     def packed(self, name: str) -> PackedTensor | None:  # noqa: ARG002
         return None
@@ -157,15 +193,26 @@ _HF_OUTER = {
     "head": "lm_head.weight",
 }
 _HF_INNER = {
-    "attn_norm": "input_layernorm",
-    "q": "self_attn.q_proj",
-    "k": "self_attn.k_proj",
-    "v": "self_attn.v_proj",
-    "o": "self_attn.o_proj",
-    "mlp_norm": "post_attention_layernorm",
-    "gate": "mlp.gate_proj",
-    "up": "mlp.up_proj",
-    "down": "mlp.down_proj",
+    "attn_norm": "input_layernorm.weight",
+    "q": "self_attn.q_proj.weight",
+    "k": "self_attn.k_proj.weight",
+    "v": "self_attn.v_proj.weight",
+    "q_bias": "self_attn.q_proj.bias",
+    "k_bias": "self_attn.k_proj.bias",
+    "v_bias": "self_attn.v_proj.bias",
+    "q_norm": "self_attn.q_norm.weight",
+    "k_norm": "self_attn.k_norm.weight",
+    "o": "self_attn.o_proj.weight",
+    "mlp_norm": "post_attention_layernorm.weight",
+    "gate": "mlp.gate_proj.weight",
+    "up": "mlp.up_proj.weight",
+    "down": "mlp.down_proj.weight",
+}
+_HF_CLASSES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
 }
 
 
@@ -174,14 +221,14 @@ def hf_name(name: str) -> str:
     if name in _HF_OUTER:
         return _HF_OUTER[name]
     _, index, part = name.split(".")
-    return f"model.layers.{index}.{_HF_INNER[part]}.weight"
+    return f"model.layers.{index}.{_HF_INNER[part]}"
 
 
-def hf_config(spec: ModelSpec) -> dict[str, Any]:
-    """``config.json`` of a model."""
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+def hf_config(spec: ModelSpec, shape: TinyShape | None = None) -> dict[str, Any]:
+    """``config.json`` of a model; ``shape`` says how its rotation is stretched."""
+    config = {
+        "architectures": [_HF_CLASSES[spec.architecture]],
+        "model_type": spec.architecture,
         "hidden_size": spec.hidden,
         "intermediate_size": spec.intermediate,
         "num_hidden_layers": spec.layers,
@@ -192,13 +239,32 @@ def hf_config(spec: ModelSpec) -> dict[str, Any]:
         "max_position_embeddings": spec.max_context,
         "rms_norm_eps": spec.norm_eps,
         "rope_theta": spec.rope.theta,
-        "rope_scaling": None,
+        "rope_scaling": hf_rope_scaling(shape) if shape else None,
         "tie_word_embeddings": spec.tied_head,
         "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
         "bos_token_id": 1,
         "eos_token_id": 0,
+    }
+    family: dict[str, dict[str, Any]] = {
+        "llama": {"attention_bias": False, "mlp_bias": False},
+        "mistral": {"sliding_window": None},
+        "qwen2": {"use_sliding_window": False, "sliding_window": 64, "max_window_layers": 1},
+        "qwen3": {"attention_bias": False, "use_sliding_window": False, "sliding_window": None},
+    }
+    return config | family[spec.architecture]
+
+
+def hf_rope_scaling(shape: TinyShape) -> dict[str, Any] | None:
+    """``rope_scaling`` of ``config.json``."""
+    if shape.llama3 is None:
+        return None
+    factor, low, high, original = shape.llama3
+    return {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": low,
+        "high_freq_factor": high,
+        "original_max_position_embeddings": original,
     }
 
 
@@ -222,7 +288,7 @@ def write_hf_folder(
     }
     _save_tensors(folder, tensors, shards)
     documents = {
-        "config.json": {**hf_config(spec), **(config or {})},
+        "config.json": {**hf_config(spec, shape), **(config or {})},
         "generation_config.json": {"bos_token_id": 1, "eos_token_id": [EOS_ID]},
         "tokenizer_config.json": {
             "bos_token": "<|im_start|>",
@@ -256,15 +322,20 @@ _GGUF_OUTER = {
     "head": "output.weight",
 }
 _GGUF_INNER = {
-    "attn_norm": "attn_norm",
-    "q": "attn_q",
-    "k": "attn_k",
-    "v": "attn_v",
-    "o": "attn_output",
-    "mlp_norm": "ffn_norm",
-    "gate": "ffn_gate",
-    "up": "ffn_up",
-    "down": "ffn_down",
+    "attn_norm": "attn_norm.weight",
+    "q": "attn_q.weight",
+    "k": "attn_k.weight",
+    "v": "attn_v.weight",
+    "q_bias": "attn_q.bias",
+    "k_bias": "attn_k.bias",
+    "v_bias": "attn_v.bias",
+    "q_norm": "attn_q_norm.weight",
+    "k_norm": "attn_k_norm.weight",
+    "o": "attn_output.weight",
+    "mlp_norm": "ffn_norm.weight",
+    "gate": "ffn_gate.weight",
+    "up": "ffn_up.weight",
+    "down": "ffn_down.weight",
 }
 
 
@@ -274,27 +345,35 @@ def write_gguf(
     seed: int = 0,
     *,
     kind: GGMLQuantizationType = GGMLQuantizationType.F32,
-    architecture: str = "llama",
+    kinds: Mapping[str, GGMLQuantizationType] | None = None,
     metadata: Mapping[str, str | int | float] | None = None,
     tensors: Mapping[str, NDArray[Any]] | None = None,
 ) -> Path:
     """Writes a GGUF file as llama.cpp's converter does, with matrices of type ``kind``.
 
-    ``metadata`` adds keys; ``tensors`` replaces or adds tensors by GGUF name, as float32.
+    ``kinds`` gives some parts (``down``, ``embed``) another type; ``metadata`` adds keys;
+    ``tensors`` replaces or adds tensors by GGUF name, as float32.
     """
     spec = tiny_spec(shape)
+    # Mistral's files say llama
+    architecture = "llama" if spec.architecture == "mistral" else spec.architecture
     writer = gguf.GGUFWriter(path, architecture)
     _add_gguf_metadata(writer, spec)
     for key, value in (metadata or {}).items():
         add = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}
         add[type(value)](key, value)
     stored: dict[str, NDArray[Any]] = {}
+    special: dict[str, GGMLQuantizationType] = {}
     for name, array in tiny_weights(shape, seed).items():
-        heads = {"q": spec.heads, "k": spec.kv_heads}.get(name.rpartition(".")[2])
+        part = name.rpartition(".")[2]
+        heads = {"q": spec.heads, "k": spec.kv_heads}.get(part) if architecture == "llama" else None
         stored[gguf_name(name)] = permute(array, heads) if heads else array
+        special[gguf_name(name)] = (kinds or {}).get(part, kind)
+    if spec.rope.factors:
+        stored["rope_freqs.weight"] = np.array(spec.rope.factors, np.float32)
     for name, array in {**stored, **(tensors or {})}.items():
-        dtype = kind if array.ndim == 2 else GGMLQuantizationType.F32
-        writer.add_tensor(name, gguf.quants.quantize(array, dtype), raw_dtype=dtype)
+        dtype = special.get(name, kind) if array.ndim == 2 else GGMLQuantizationType.F32
+        writer.add_tensor(name, quantize(array, dtype), raw_dtype=dtype)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -302,12 +381,35 @@ def write_gguf(
     return path
 
 
+K_BLOCKS = {
+    GGMLQuantizationType.Q4_K: 4,
+    GGMLQuantizationType.Q5_K: 4,
+    GGMLQuantizationType.Q6_K: 2,
+}
+"""Types that gguf cannot quantise to -> bytes of float16 scales in a block of 256 weights."""
+
+
+def quantize(array: NDArray[np.float32], kind: GGMLQuantizationType) -> NDArray[Any]:
+    """Blocks of type ``kind``; where gguf cannot make them, random ones of small numbers."""
+    if kind not in K_BLOCKS:
+        return gguf.quants.quantize(array, kind)
+    count, size = gguf.GGML_QUANT_SIZES[kind]
+    random = np.random.default_rng(int(np.abs(array).sum() * 1000) % 2**32)
+    blocks = random.integers(0, 256, (array.shape[0], array.shape[1] // count, size), np.uint8)
+    scales = random.uniform(0.0005, 0.002, (*blocks.shape[:2], K_BLOCKS[kind] // 2))
+    scales = scales.astype(np.float16).view(np.uint8)
+    # The scales lead a block of Q4_K and Q5_K and end one of Q6_K
+    at = slice(-2, None) if kind is GGMLQuantizationType.Q6_K else slice(0, 4)
+    blocks[:, :, at] = scales
+    return blocks.reshape(array.shape[0], -1)
+
+
 def gguf_name(name: str) -> str:
     """A canonical tensor name as GGUF writes it."""
     if name in _GGUF_OUTER:
         return _GGUF_OUTER[name]
     _, index, part = name.split(".")
-    return f"blk.{index}.{_GGUF_INNER[part]}.weight"
+    return f"blk.{index}.{_GGUF_INNER[part]}"
 
 
 def permute(rows: NDArray[Any], heads: int) -> NDArray[Any]:
@@ -340,22 +442,24 @@ def _add_gguf_metadata(writer: gguf.GGUFWriter, spec: ModelSpec) -> None:
     writer.add_chat_template(CHAT_TEMPLATE)
 
 
-def transformers_shell(spec: ModelSpec) -> Any:
-    """A ``LlamaForCausalLM`` of the dimensions of ``spec`` with eager attention."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+def transformers_shell(spec: ModelSpec, shape: TinyShape | None = None) -> Any:
+    """transformers' model of the dimensions of ``spec``, with eager attention."""
+    import transformers
 
-    keys = hf_config(spec)
-    rope = {"rope_theta": keys.pop("rope_theta"), "rope_type": "default"}
-    del keys["rope_scaling"], keys["model_type"]
-    config = LlamaConfig(**keys, rope_parameters=rope, attn_implementation="eager")
-    return LlamaForCausalLM(config).eval()
+    keys = hf_config(spec, shape)
+    scaling = keys.pop("rope_scaling") or {"rope_type": "default"}
+    rope = {"rope_theta": keys.pop("rope_theta"), **scaling}
+    del keys["model_type"]
+    family = getattr(transformers, keys["architectures"][0])
+    config = family.config_class(**keys, rope_parameters=rope, attn_implementation="eager")
+    return family(config).eval()
 
 
-def transformers_model(source: ModelSource) -> Any:
+def transformers_model(source: ModelSource, shape: TinyShape | None = None) -> Any:
     """transformers' float32 model with the tensors of a source."""
     import torch
 
-    model = transformers_shell(source.spec)
+    model = transformers_shell(source.spec, shape)
     names = [*tensor_shapes(source.spec), "head"]
     state = {hf_name(name): torch.from_numpy(source.tensor(name)) for name in names}
     model.load_state_dict(state)
