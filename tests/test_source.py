@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import (
     CHAT_TEMPLATE,
     GQA,
+    K_BLOCKS,
     MISTRAL,
     QWEN2,
     QWEN3,
@@ -24,6 +25,8 @@ from tiny_models import (
     VOCAB,
     TinyShape,
     gguf_name,
+    permute,
+    quantize,
     tiny_source,
     tiny_spec,
     tiny_tokenizer_json,
@@ -86,8 +89,13 @@ def test_rope_parameters_of_newer_configurations_are_read(tmp_path):
     assert open_model(str(folder)).spec.rope.theta == 12345.0
 
 
+PLAIN_KINDS = [Kind.F32, Kind.F16, Kind.BF16]
+BLOCK_KINDS = [Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0]
+K_KINDS = [Kind.Q4_K, Kind.Q5_K, Kind.Q6_K]
+
+
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
-@pytest.mark.parametrize("kind", [Kind.F32, Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1])
+@pytest.mark.parametrize("kind", PLAIN_KINDS + BLOCK_KINDS)
 def test_a_gguf_file_gives_the_logits_of_its_rounded_weights(tmp_path, shape, kind):
     model = open_model(str(write_gguf(tmp_path / "tiny.gguf", shape, 5, kind=kind)))
     assert dimensions(model.spec) == dimensions(tiny_spec(shape))
@@ -99,6 +107,56 @@ def test_a_gguf_file_gives_the_logits_of_its_rounded_weights(tmp_path, shape, ki
             rounded.weights[name] = gguf.quants.dequantize(blocks, kind)
     expected = Decoder(rounded).forward(IDS)
     torch.testing.assert_close(Decoder(model).forward(IDS), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+def test_types_may_differ_within_a_gguf_file(tmp_path, architecture):
+    shape = msgspec.structs.replace(K_BLOCKS, architecture=architecture)
+    kinds = {
+        "embed": Kind.Q5_0,
+        "q": Kind.Q4_K,
+        "k": Kind.Q6_K,
+        "v": Kind.Q8_0,
+        "o": Kind.Q5_K,
+        "gate": Kind.F16,
+        "up": Kind.BF16,
+        "down": Kind.Q5_1,
+    }
+    model = open_model(str(write_gguf(tmp_path / "mixed.gguf", shape, 5, kinds=kinds)))
+    for name, array in tiny_weights(shape, 5).items():
+        part = name.rpartition(".")[2]
+        if part not in kinds:
+            assert np.array_equal(model.tensor(name), array), name
+            continue
+        heads = {"q": 4, "k": 2}.get(part) if architecture == "llama" else None
+        blocks = quantize(permute(array, heads) if heads else array, kinds[part])
+        expected = gguf.quants.dequantize(blocks, kinds[part])
+        if heads:
+            # row 2i of a head in the file is its row i, row 2i + 1 its row i + 32
+            order = np.arange(heads * 64).reshape(heads, 32, 2).swapaxes(1, 2).ravel()
+            expected = expected[order]
+        found = model.tensor(name)
+        assert np.isfinite(found).all()
+        assert np.array_equal(found, expected), name
+        assert np.array_equal(model.rows(name, 30, 65), expected[30:65]), name
+        packed = model.packed(name)
+        if kinds[part] in PLAIN_KINDS:
+            assert packed is None
+        else:
+            assert packed is not None
+            assert packed.type_name == kinds[part].name
+            assert np.array_equal(gguf.quants.dequantize(packed.rows, kinds[part]), expected)
+    assert np.isfinite(Decoder(model).forward(IDS).numpy()).all()
+
+
+@pytest.mark.parametrize("kind", K_KINDS)
+def test_a_gguf_file_of_k_blocks_gives_back_their_numbers(tmp_path, kind):
+    model = open_model(str(write_gguf(tmp_path / "k.gguf", K_BLOCKS, 5, kind=kind)))
+    for name, array in tiny_weights(K_BLOCKS, 5).items():
+        if name.rpartition(".")[2] in ("embed", "down", "v"):
+            expected = gguf.quants.dequantize(quantize(array, kind), kind)
+            assert np.array_equal(model.tensor(name), expected), name
+            assert np.array_equal(model.rows(name, 3, 100), expected[3:100]), name
 
 
 def test_folder_and_gguf_of_one_model_agree(tmp_path):
@@ -513,16 +571,17 @@ def test_gguf_tensors_that_do_not_fit_the_metadata_are_refused(tmp_path):
     refused(path, UnsupportedError, "tiny.gguf", "blk.1.ffn_xx.weight")
 
 
-def test_a_gguf_block_type_that_cannot_be_read_is_named(tmp_path):
-    path, up = write_gguf(tmp_path / "tiny.gguf"), gguf_name("layers.1.up").encode()
+@pytest.mark.parametrize("kind", [Kind.I8, Kind.Q2_K, Kind.Q3_K, Kind.IQ4_NL, Kind.TQ1_0, Kind.F64])
+def test_a_gguf_type_that_is_not_supported_is_named(tmp_path, kind):
+    path, up = write_gguf(tmp_path / "tiny.gguf", K_BLOCKS), gguf_name("layers.0.up").encode()
 
     def retype(data: bytes) -> bytes:
         # name, number of dimensions, two dimensions, type
         at = data.index(up) + len(up) + 4 + 16
-        return data[:at] + struct.pack("<I", Kind.I8) + data[at + 4 :]
+        return data[:at] + struct.pack("<I", kind) + data[at + 4 :] + bytes(2**20)
 
     break_file(path, retype)
-    refused(path, UnsupportedError, "tiny.gguf", up.decode(), "found I8", "Q8_0")
+    refused(path, UnsupportedError, "tiny.gguf", up.decode(), f"found {kind.name}", "Q4_K")
 
 
 @pytest.mark.parametrize("key", ["llama.block_count", "tokenizer.ggml.tokens"])

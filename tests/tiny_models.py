@@ -54,6 +54,8 @@ LLAMA3 = TinyShape(layers=2, llama3=(8.0, 1.0, 4.0, 64))
 MISTRAL = TinyShape(layers=2, architecture="mistral", head_dim=32, tied=False)
 QWEN2 = TinyShape(layers=2, architecture="qwen2", tied=False)
 QWEN3 = TinyShape(layers=2, heads=2, kv_heads=1, head_dim=128, architecture="qwen3")
+K_BLOCKS = TinyShape(layers=1, hidden=256, intermediate=512, head_dim=64)
+"""Rows of whole 256-blocks."""
 SHAPES = {
     "gqa": GQA,
     "mha": MHA,
@@ -381,26 +383,24 @@ def write_gguf(
     return path
 
 
-K_BLOCKS = {
-    GGMLQuantizationType.Q4_K: 4,
-    GGMLQuantizationType.Q5_K: 4,
-    GGMLQuantizationType.Q6_K: 2,
+_K_SCALES = {
+    GGMLQuantizationType.Q4_K: slice(0, 4),
+    GGMLQuantizationType.Q5_K: slice(0, 4),
+    GGMLQuantizationType.Q6_K: slice(-2, None),
 }
-"""Types that gguf cannot quantise to -> bytes of float16 scales in a block of 256 weights."""
+"""Types that gguf reads but does not write -> bytes of a block that are its float16 scales."""
 
 
 def quantize(array: NDArray[np.float32], kind: GGMLQuantizationType) -> NDArray[Any]:
-    """Blocks of type ``kind``; where gguf cannot make them, random ones of small numbers."""
-    if kind not in K_BLOCKS:
+    """Blocks of type ``kind``; where gguf cannot make them, random ones of moderate numbers."""
+    if kind not in _K_SCALES:
         return gguf.quants.quantize(array, kind)
-    count, size = gguf.GGML_QUANT_SIZES[kind]
-    random = np.random.default_rng(int(np.abs(array).sum() * 1000) % 2**32)
-    blocks = random.integers(0, 256, (array.shape[0], array.shape[1] // count, size), np.uint8)
-    scales = random.uniform(0.0005, 0.002, (*blocks.shape[:2], K_BLOCKS[kind] // 2))
-    scales = scales.astype(np.float16).view(np.uint8)
-    # The scales lead a block of Q4_K and Q5_K and end one of Q6_K
-    at = slice(-2, None) if kind is GGMLQuantizationType.Q6_K else slice(0, 4)
-    blocks[:, :, at] = scales
+    weights, size = gguf.GGML_QUANT_SIZES[kind]
+    random = np.random.default_rng(array.shape)
+    blocks = random.integers(0, 256, (array.shape[0], array.shape[1] // weights, size), np.uint8)
+    scales = blocks[:, :, _K_SCALES[kind]]
+    moderate = random.uniform(0.0002, 0.001, (*scales.shape[:2], scales.shape[2] // 2))
+    scales[:] = moderate.astype(np.float16).view(np.uint8)
     return blocks.reshape(array.shape[0], -1)
 
 
