@@ -2,12 +2,14 @@
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 from typing import Any, Protocol
 
 import numpy as np
 
-from lowering.onnx_graphs import VALUE_BITS
-from lowering.quantize import dequantize_channels, quantize_channels
+from lowering.blocks import Blocks, from_floats, from_packed, stacked
+from lowering.onnx_graphs import VALUE_BITS, product_name
+from lowering.quantize import ZERO_POINT, dequantize_channels, quantize_channels
 from lowering.source import ModelSource, row_blocks, stored_name, tensor_shapes
 from profiles.words import Format
 from runtime.model_spec import ModelSpec
@@ -29,9 +31,10 @@ def write_weights(
 ) -> list[TensorRef]:
     """All constants of a model in ``fmt``; ``context`` positions of rotary tables.
 
-    Tensor names are those of the ONNX graphs. Matrices are [in, out]; in 8-bit formats each has a
-    ``.scale`` [out] beside it. ``embed`` is [vocab, hidden] with a scale per row of the table: it
-    is the same 8-bit table as a tied head, in the layout that a row look-up wants.
+    Tensor names are those of the ONNX graphs. Matrices are [in, out]; in the channel formats each
+    has a ``.scale`` [out] beside it; ``w4`` has [out, blocks, bytes] with ``.scale`` [out * blocks]
+    and, where the blocks store one, ``.offset`` [blocks, out]. ``embed`` is [vocab, hidden] with a
+    scale per row or block: what a tied head stores, in the layout that a row look-up wants.
     """
     refs: list[TensorRef] = []
     for name, array in _tensors(source, fmt, context):
@@ -46,10 +49,17 @@ def _tensors(source: ModelSource, fmt: Format, context: int) -> Iterator[tuple[s
     for layer in range(spec.layers):
         yield from _layer(source, fmt, f"layers.{layer}")
     yield "final_norm", source.tensor("final_norm")
-    yield from _matrix("head", source, ["head"], fmt)
+    yield from _product(source, "", ["head"], fmt)
 
 
 def _embedding(source: ModelSource, fmt: Format) -> Iterator[tuple[str, Array]]:
+    if fmt is Format.W4:
+        blocks = _blocks(source, "embed")
+        yield "embed", blocks.steps + np.uint8(ZERO_POINT - blocks.middle)
+        yield "embed.scale", blocks.scale
+        if blocks.offset is not None:
+            yield "embed.offset", blocks.offset
+        return
     if fmt is Format.F32:
         yield "embed", source.tensor("embed")
         return
@@ -68,7 +78,7 @@ def _layer(source: ModelSource, fmt: Format, layer: str) -> Iterator[tuple[str, 
     spec, parts = source.spec, ("q", "k", "v")
     norm = source.tensor(f"{layer}.attn_norm")
     yield f"{layer}.attn_norm", norm
-    yield from _matrix(f"{layer}.qkv", source, [f"{layer}.{part}" for part in parts], fmt)
+    yield from _product(source, f"{layer}.", parts, fmt)
     bias = None
     if spec.qkv_bias:
         biases = [source.tensor(f"{layer}.{part}_bias") for part in parts]
@@ -76,21 +86,59 @@ def _layer(source: ModelSource, fmt: Format, layer: str) -> Iterator[tuple[str, 
         yield f"{layer}.qkv_bias", np.concatenate(biases)
     if spec.qk_norm:
         yield f"{layer}.qk_norm", _head_norms(source, layer)
-    grid = value_grid(source.tensor(f"{layer}.v"), norm, fmt, bias)
+    grid = value_grid(_deployed(source, f"{layer}.v", fmt), norm, bias)
     yield f"{layer}.value_grid", grid
     by_head = (1 / grid).reshape(spec.kv_heads, 1, -1)
     heads = spec.heads // spec.kv_heads
     yield f"{layer}.value_ungrid", by_head.repeat(heads, axis=1).reshape(-1)
-    yield from _matrix(f"{layer}.o", source, [f"{layer}.o"], fmt)
+    yield from _product(source, f"{layer}.", ["o"], fmt)
     yield f"{layer}.mlp_norm", source.tensor(f"{layer}.mlp_norm")
-    yield from _matrix(f"{layer}.gate_up", source, [f"{layer}.gate", f"{layer}.up"], fmt)
-    yield from _matrix(f"{layer}.down", source, [f"{layer}.down"], fmt)
+    yield from _product(source, f"{layer}.", ["gate", "up"], fmt)
+    yield from _product(source, f"{layer}.", ["down"], fmt)
 
 
 def _head_norms(source: ModelSource, layer: str) -> Array:
     """Norm weights of every query head and then every key head, [heads + kv_heads, head_dim]."""
     parts = (("q", source.spec.heads), ("k", source.spec.kv_heads))
     return np.concatenate([np.tile(source.tensor(f"{layer}.{p}_norm"), (n, 1)) for p, n in parts])
+
+
+def _product(
+    source: ModelSource, prefix: str, parts: Sequence[str], fmt: Format
+) -> Iterator[tuple[str, Array]]:
+    """The matrices that one row is multiplied with: stored as one, or as one per kind of block."""
+    if fmt is not Format.W4:
+        yield from _matrix(product_name(prefix, parts), source, [prefix + p for p in parts], fmt)
+        return
+    blocks = [(part, _blocks(source, prefix + part)) for part in parts]
+    for _, group in groupby(blocks, key=lambda item: item[1].kind):
+        same = list(group)
+        name = product_name(prefix, [part for part, _ in same])
+        yield from _block_matrix(name, stacked([part for _, part in same]))
+
+
+def _blocks(source: ModelSource, name: str) -> Blocks:
+    """A tensor as its file stores it, or else rounded: 4 bits, but 8 for the two tables."""
+    packed = source.packed(name)
+    blocks = from_packed(packed) if packed else None
+    if blocks is not None:
+        return blocks
+    return from_floats(source.tensor(name), 8 if name in ("embed", "head") else 4)
+
+
+def _block_matrix(name: str, blocks: Blocks) -> Iterator[tuple[str, Array]]:
+    yield name, blocks.packed_steps()
+    yield f"{name}.scale", blocks.scale.reshape(-1)
+    if blocks.offset is not None:
+        yield f"{name}.offset", np.ascontiguousarray(blocks.offset.T)
+
+
+def _deployed(source: ModelSource, name: str, fmt: Format) -> Array:
+    """The weights [out, in] that the plan multiplies with, as float32."""
+    if fmt is Format.W4:
+        return _blocks(source, name).dequantize()
+    weight = source.tensor(name)
+    return weight if fmt is Format.F32 else dequantize_channels(*quantize_channels(weight))
 
 
 def _matrix(
@@ -114,21 +162,19 @@ def _matrix(
         yield f"{name}.scale", scale
 
 
-def value_grid(weight: Array, norm: Array, fmt: Format, bias: Array | None = None) -> Array:
+def value_grid(weight: Array, norm: Array, bias: Array | None = None) -> Array:
     """Grid steps per unit for each value channel: powers of two, [kv_dim] float32.
 
-    A normed row has Euclidean length at most sqrt(hidden) times the norm's weights, so by
-    Cauchy-Schwarz channel j never exceeds ``|weight_j * norm| * sqrt(hidden) + |bias_j|``; two per
-    cent more cover the rounding of weights and activations. The grid puts that bound at
-    ``VALUE_BITS`` bits.
+    ``weight`` [kv_dim, hidden] as deployed. A normed row has Euclidean length at most sqrt(hidden)
+    times the norm's weights, so by Cauchy-Schwarz channel j never exceeds
+    ``|weight_j * norm| * sqrt(hidden) + |bias_j|``; three per cent more cover the rounding of
+    activations. The grid puts that bound at ``VALUE_BITS`` bits.
     """
-    if fmt is not Format.F32:
-        weight = dequantize_channels(*quantize_channels(weight))
     length = np.linalg.norm((weight * norm).astype(np.float64), axis=1)
     largest = length * math.sqrt(weight.shape[1])
     if bias is not None:
         largest += np.abs(bias)
-    bound = np.maximum(largest * 1.02, 1e-6)
+    bound = np.maximum(largest * 1.03, 1e-6)
     return np.exp2(np.floor(VALUE_BITS - np.log2(bound))).astype(np.float32)
 
 

@@ -12,8 +12,8 @@ order, hence equal bit by bit whatever the width, padding, gaps and split of the
 """
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import onnx
@@ -32,6 +32,10 @@ CONTRIB = "com.microsoft"
 VALUE_BITS = 21
 """Magnitude of a value on its channel's grid."""
 EXACT_BITS = 52
+OFFSET_BLOCK = 32
+"""Weights that share an offset, in every type that has one."""
+INTEGER_ACCURACY = 4
+"""``MatMulNBits`` rounds activations to bytes by block and multiplies integers."""
 ELEMENT = {TensorType.F32: TensorProto.FLOAT, TensorType.U8: TensorProto.UINT8}
 
 
@@ -68,9 +72,12 @@ class Nodes:
 class Template:
     """Shapes and constants shared by all sub-layers of a model in one format."""
 
-    def __init__(self, spec: ModelSpec, fmt: Format, context: int) -> None:
+    def __init__(
+        self, spec: ModelSpec, fmt: Format, context: int, tensors: Iterable[TensorRef] = ()
+    ) -> None:
         self.spec = spec
         self.fmt = fmt
+        self.tensors = {tensor.name: tensor for tensor in tensors}
         self.group = spec.heads // spec.kv_heads
         kv, hd, q_dim = spec.kv_heads, spec.head_dim, spec.heads * spec.head_dim
         shift = probability_bits(context) * math.log(2)
@@ -107,6 +114,8 @@ def linear_constants(fmt: Format) -> dict[str, Constant]:
     """Constants that ``linear`` refers to."""
     if fmt is Format.F32:
         return {}
+    if fmt is Format.W4:
+        return {"by_block": np.array([0, -1, OFFSET_BLOCK]), "last_axis": np.array([-1])}
     constants: dict[str, Constant] = {
         "smallest": np.asarray(SMALLEST_ROW),
         "zero_point": np.array(ZERO_POINT, np.uint8),
@@ -139,6 +148,73 @@ def linear(g: Nodes, x: str, weight: str, fmt: Format) -> str:
         coarse, fine = g.many("Split", 2, y, axis=0, num_outputs=2)
         y = g("Add", coarse, g("Mul", fine, "fine"))
     return g("Mul", y, largest)
+
+
+class BlockMatrix(NamedTuple):
+    """A matrix of ``lowering.blocks`` as a graph sees it."""
+
+    name: str
+    k: int
+    """Input features."""
+    n: int
+    bits: int
+    size: int
+    offset: bool
+    """There is ``name.offset`` [k / size, n]."""
+
+
+def block_linear(g: Nodes, x: str, weight: BlockMatrix) -> str:
+    """``x`` [w, k] times ``weight``: each block of a row of ``x`` is rounded to bytes as well.
+
+    The offsets, one for a block, meet the sum of the block's activations.
+    """
+    y = g(
+        "MatMulNBits",
+        *(x, weight.name, f"{weight.name}.scale"),
+        domain=CONTRIB,
+        K=weight.k,
+        N=weight.n,
+        bits=weight.bits,
+        block_size=weight.size,
+        accuracy_level=INTEGER_ACCURACY,
+    )
+    if not weight.offset:
+        return y
+    sums = g("ReduceSum", g("Reshape", x, "by_block"), "last_axis", keepdims=0)
+    return g("Gemm", sums, f"{weight.name}.offset", y)
+
+
+def product(g: Nodes, x: str, prefix: str, parts: Sequence[str], t: Template) -> str:
+    """``x`` times the matrices ``parts`` of a sub-layer, which may be stored as one or as several.
+
+    Several where their blocks are of several kinds (``lowering.flash_image``).
+    """
+    whole = product_name(prefix, parts)
+    if t.fmt is not Format.W4:
+        return linear(g, x, whole, t.fmt)
+    for first in range(len(parts), 0, -1):
+        name = product_name(prefix, parts[:first])
+        if name in t.tensors:
+            y = block_linear(g, x, block_matrix(t, name))
+            rest = parts[first:]
+            return g("Concat", y, product(g, x, prefix, rest, t), axis=-1) if rest else y
+    raise KeyError(whole)
+
+
+def product_name(prefix: str, parts: Iterable[str]) -> str:
+    """``layers.0.`` and q, k, v -> ``layers.0.qkv``; gate, up -> ``layers.0.gate_up``."""
+    short = list(parts)
+    return prefix + ("" if all(len(part) == 1 for part in short) else "_").join(short)
+
+
+def block_matrix(t: Template, name: str) -> BlockMatrix:
+    """The stored matrix ``name`` [n, blocks, bytes of a block]."""
+    short = name.rpartition(".")[2]
+    spec = t.spec
+    k = {"o": spec.heads * spec.head_dim, "down": spec.intermediate}.get(short, spec.hidden)
+    n, blocks, size_bytes = t.tensors[name].shape
+    size = k // blocks
+    return BlockMatrix(name, k, n, 8 * size_bytes // size, size, f"{name}.offset" in t.tensors)
 
 
 def norm(g: Nodes, x: str, weight: str, spec: ModelSpec) -> str:
@@ -196,9 +272,9 @@ def attend(g: Nodes, q: str, k: str, v: str, layer: int, t: Template) -> str:
 
 def _attention(g: Nodes, x: str, layer: int, t: Template) -> tuple[str, str, str]:
     name = f"layers.{layer}"
-    qkv = linear(g, norm(g, x, f"{name}.attn_norm", t.spec), f"{name}.qkv", t.fmt)
+    qkv = product(g, norm(g, x, f"{name}.attn_norm", t.spec), f"{name}.", ("q", "k", "v"), t)
     q, k, v = split_heads(g, qkv, name, t)
-    out = linear(g, attend(g, q, k, v, layer, t), f"{name}.o", t.fmt)
+    out = product(g, attend(g, q, k, v, layer, t), f"{name}.", ("o",), t)
     return g("Add", x, out), k, v
 
 
@@ -210,8 +286,9 @@ def gated(g: Nodes, both: str) -> str:
 
 def _mlp(g: Nodes, x: str, layer: int, t: Template) -> str:
     name = f"layers.{layer}"
-    both = linear(g, norm(g, x, f"{name}.mlp_norm", t.spec), f"{name}.gate_up", t.fmt)
-    return g("Add", x, linear(g, gated(g, both), f"{name}.down", t.fmt))
+    normed = norm(g, x, f"{name}.mlp_norm", t.spec)
+    both = product(g, normed, f"{name}.", ("gate", "up"), t)
+    return g("Add", x, product(g, gated(g, both), f"{name}.", ("down",), t))
 
 
 def tensor_info(name: str, shape: Sequence[str | int], kind: int = TensorProto.FLOAT) -> Any:
@@ -268,7 +345,7 @@ def layers_graph(
     ``value.L`` [kv, t, hd] f32, ``on.S`` bool scalars. Outputs: ``hidden_out`` [w, d],
     ``new_key.L`` and ``new_value.L`` [kv, w, hd]; zeros where the attention is off.
     """
-    t = Template(spec, fmt, context)
+    t = Template(spec, fmt, context, tensors)
     g = Nodes("pass")
     zeros = prologue(g)
     kv, hd = spec.kv_heads, spec.head_dim
@@ -298,8 +375,8 @@ def layers_graph(
 
 def head_graph(spec: ModelSpec, fmt: Format, tensors: Sequence[TensorRef]) -> onnx.ModelProto:
     """Final norm and LM head: ``hidden`` [w, d] -> ``logits`` [w, vocab], float32."""
-    g = Nodes("head")
-    y = linear(g, norm(g, "hidden", "final_norm", spec), "head", fmt)
+    g, t = Nodes("head"), Template(spec, fmt, 1, tensors)
+    y = product(g, norm(g, "hidden", "final_norm", spec), "", ("head",), t)
     g.named("logits", "Identity", y)
     constants = [
         numpy_helper.from_array(np.asarray(v), k) for k, v in linear_constants(fmt).items()

@@ -35,7 +35,7 @@ class Target:
         self.spec = spec
         self.all_on = np.ones(spec.sub_layers, np.bool_)
         self._table = tensors["embed"]
-        self._scale = tensors.get("embed.scale")
+        self._scale, self._offset = tensors.get("embed.scale"), tensors.get("embed.offset")
         by_kind = {graph.kind: graph for graph in graphs}
         paths = {kind: folder / graph.artefact.path for kind, graph in by_kind.items()}
         parts = {
@@ -54,10 +54,15 @@ class Target:
 
     def embed(self, ids: Sequence[int]) -> Array:
         """Rows of the embedding table, [n, hidden] float32."""
-        rows = self._table[np.asarray(ids, np.int64)].astype(np.float32)
+        at = np.asarray(ids, np.int64)
+        rows = self._table[at].astype(np.float32)
         if self._scale is None:
             return rows
-        return (rows - np.float32(ZERO_POINT)) * self._scale[np.asarray(ids, np.int64), None]
+        scale = self._scale[at].reshape(len(at), -1, 1)
+        blocks = (rows.reshape(*scale.shape[:2], -1) - np.float32(ZERO_POINT)) * scale
+        if self._offset is not None:
+            blocks += self._offset[at, :, None]
+        return blocks.reshape(rows.shape)
 
     def run(
         self, hidden: Array, positions: Array, mask: Array, cache: KvCache, active: Array
