@@ -68,6 +68,23 @@ class Weights(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self._loaded)
 
+    def embedded(self, ids: Tensor) -> Tensor:
+        """Rows ``ids`` [n] of the embedding table; read one by one unless all are loaded."""
+        name = "embed"
+        if name in self._loaded:
+            return self._loaded[name][ids]
+        wanted: list[int] = ids.tolist()
+        last = self._source.spec.vocab - 1
+        if unknown := [index for index in wanted if not 0 <= index <= last]:
+            raise IndexError(f"row {unknown[0]} of {name}, expected 0 to {last}")
+        found = {i: torch.from_numpy(self._source.rows(name, i, i + 1)) for i in set(wanted)}
+        return torch.cat([found[index] for index in wanted])
+
+    def forget(self, prefix: str) -> None:
+        """Let go of every tensor whose name begins with ``prefix``."""
+        for name in [name for name in self._loaded if name.startswith(prefix)]:
+            del self._loaded[name]
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """``x`` [.., d] over its root mean square, times ``weight`` [d]; in float32."""
@@ -144,7 +161,7 @@ class Decoder:
     @torch.no_grad()
     def embed(self, ids: Sequence[int] | Tensor) -> Tensor:
         """Hidden rows [n, d] of token ids [n]."""
-        return self.weights["embed"][torch.as_tensor(ids, dtype=torch.int64)]
+        return self.weights.embedded(torch.as_tensor(ids, dtype=torch.int64))
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -202,6 +219,27 @@ class Decoder:
             if pending[0] in eos_ids:
                 break
         return tokens
+
+    @torch.no_grad()
+    def hidden_of_each(
+        self, sequences: Sequence[Sequence[int]], progress: Callable[[LayerId], None] | None = None
+    ) -> list[Tensor]:
+        """Hidden rows [n, d], before the final norm, of whole causal sequences.
+
+        All sequences go through a layer before any goes through the next, so the weights of one
+        layer are in memory at a time. ``progress`` is told each layer that is done.
+        """
+        empty, rows = KeyValues.empty(self.spec), [self.embed(ids) for ids in sequences]
+        for layer in map(LayerId, range(self.spec.layers)):
+            active = frozenset(sub_layer_id(layer, kind) for kind in SubLayerKind)
+            for index, hidden in enumerate(rows):
+                width = hidden.shape[0]
+                one = self.run(hidden, torch.arange(width), empty, causal(width), active)
+                rows[index] = one[0]
+            self.weights.forget(f"layers.{layer}.")
+            if progress is not None:
+                progress(layer)
+        return rows
 
     def _chain(self, ids: Sequence[int] | Tensor, past: KeyValues) -> tuple[Tensor, Tensor, Tensor]:
         """All sub-layers over tokens that follow the past, which holds no gaps."""

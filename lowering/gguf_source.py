@@ -13,6 +13,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from lowering.rope_scaling import linear_factors
 from lowering.source import (
+    BLOCK_BYTES,
     FAMILIES,
     Count,
     Family,
@@ -105,7 +106,12 @@ class GgufSource:
     def tensor(self, name: str) -> NDArray[np.float32]:
         """A fresh, contiguous float32 copy of a tensor; KeyError for an unknown name."""
         stored = self._stored(name)
-        return self.rows(name, 0, _shape(stored)[0])
+        whole = np.empty(_shape(stored), np.float32)
+        # Some rows at a time: gguf takes several times the size of what it dequantises
+        step = max(1, BLOCK_BYTES // (4 * whole.shape[-1]))
+        for first in range(0, len(whole), step):
+            whole[first : first + step] = self.rows(name, first, first + step)
+        return whole
 
     def rows(self, name: str, first: int, end: int) -> NDArray[np.float32]:
         """Rows ``first`` to ``end`` of a tensor, as ``tensor`` gives them."""

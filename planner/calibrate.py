@@ -11,6 +11,7 @@ import hashlib
 import logging
 import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -186,7 +187,7 @@ class Calibration:
             texts = self.texts(Split.REPORT)
             self._store.quality = measure_quality(
                 *(source, self._target, texts),
-                lambda done: self._report("comparing with f32", done, len(texts)),
+                partial(self._report, "comparing with f32"),
             )
             self._save()
         return self._store.quality

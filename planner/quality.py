@@ -1,6 +1,6 @@
 """What the target format costs against f32: next-token agreement and perplexity on real text."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,24 +22,30 @@ LOWEST_AGREEMENT = 0.80
 
 
 def measure_quality(
-    source: ModelSource, target: Target, texts: Sequence[Text], progress: Callable[[int], None]
+    source: ModelSource, target: Target, texts: Sequence[Text], progress: Callable[[int, int], None]
 ) -> Quality:
-    """Compare ``target`` with the float32 torch reference at every position of ``texts``."""
-    import torch
+    """Compare ``target`` with the float32 torch reference at every position of ``texts``.
 
-    reference = Decoder(source)
+    The reference goes through the model once, layer by layer, and then its head, so that the
+    float32 weights are never in memory together. ``progress`` gets steps done and steps in all.
+    """
+    reference, layers = Decoder(source), source.spec.layers
+    steps = layers + len(texts)
+    inputs = [text.tokens[:-1] for text in texts]
+    hidden = reference.hidden_of_each(inputs, lambda layer: progress(layer + 1, steps))
     agreed = positions = 0
     loss, exact_loss = 0.0, 0.0
     for done, text in enumerate(texts):
-        with torch.inference_mode():
-            exact = reference.forward(text.tokens[:-1]).numpy()
-        ours = _logits(target, text)
-        following = np.array(text.tokens[1:])
-        agreed += int((ours.argmax(-1) == exact.argmax(-1)).sum())
-        positions += len(following)
-        loss -= float(log_probability(ours, following).sum())
-        exact_loss -= float(log_probability(exact, following).sum())
-        progress(done + 1)
+        at = 0
+        for ours in _logits(target, text):
+            rows = slice(at, at := at + len(ours))
+            exact = reference.logits(hidden[done][rows]).numpy()
+            following = np.array(text.tokens[1:])[rows]
+            agreed += int((ours.argmax(-1) == exact.argmax(-1)).sum())
+            loss -= float(log_probability(ours, following).sum())
+            exact_loss -= float(log_probability(exact, following).sum())
+        positions += at
+        progress(layers + done + 1, steps)
     return Quality(
         positions=positions,
         top1_agreement=agreed / positions,
@@ -48,16 +54,14 @@ def measure_quality(
     )
 
 
-def _logits(target: Target, text: Text) -> Array:
-    """Teacher-forced logits of every position but the last, [n - 1, vocab]."""
+def _logits(target: Target, text: Text) -> Iterator[Array]:
+    """Teacher-forced logits of every position but the last, [.., vocab], some rows at a time."""
     cache = KvCache(target.spec, PREFILL_ROWS, 1 << 20)
-    rows: list[Array] = []
     for start in range(0, len(text.tokens) - 1, PREFILL_ROWS):
         ids = text.tokens[start : min(start + PREFILL_ROWS, len(text.tokens) - 1)]
         result = target.run_chain(ids, start, cache)
-        rows.append(target.logits(result.hidden))
+        yield target.logits(result.hidden)
         cache.commit(result.keys, result.values, slice(0, len(ids)))
-    return np.concatenate(rows)
 
 
 def check_quality(quality: Quality, fmt: Format) -> None:
