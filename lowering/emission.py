@@ -1,16 +1,21 @@
 """Writes what a model becomes in a plan folder: weights, graphs, tokenizer."""
 
+from collections.abc import Iterable
 from typing import NamedTuple
+
+from onnx import ModelProto
 
 from lowering.flash_image import write_weights
 from lowering.onnx_graphs import head_graph, layers_graph
 from lowering.source import ModelSource
-from profiles.words import Format
+from profiles.words import AttentionKernel, Format
 from runtime.plan import TOKENIZER_FILE, Artefact, Graph, GraphKind, TensorRef
 from runtime.plan_folder import PlanWriter
 
 HEAD_TENSORS = ("final_norm", "head")
 EMBEDDING_TENSORS = ("embed",)
+GRID_TENSORS = (".value_grid", ".value_ungrid")
+"""Of exact attention alone."""
 
 
 class Emission(NamedTuple):
@@ -22,7 +27,13 @@ class Emission(NamedTuple):
     tokenizer: Artefact
 
 
-def emit(source: ModelSource, fmt: Format, context: int, writer: PlanWriter) -> Emission:
+def emit(
+    source: ModelSource,
+    fmt: Format,
+    context: int,
+    writer: PlanWriter,
+    attention: AttentionKernel = AttentionKernel.FUSED,
+) -> Emission:
     """Quantise ``source`` to ``fmt`` and write weights, graphs and tokenizer.
 
     ``context`` is the largest number of positions that the plan serves.
@@ -31,18 +42,34 @@ def emit(source: ModelSource, fmt: Format, context: int, writer: PlanWriter) -> 
         tensors = tuple(write_weights(source, fmt, context, sink))
     weights = sink.artefact()
     head = [t for t in tensors if t.name.split(".")[0] in HEAD_TENSORS]
-    layers = [t for t in tensors if t.name.split(".")[0] not in HEAD_TENSORS + EMBEDDING_TENSORS]
+    layers = layer_tensors(tensors, attention)
     models = {
-        GraphKind.LAYERS: (layers_graph(source.spec, fmt, context, layers), layers),
+        GraphKind.LAYERS: (layers_graph(source.spec, fmt, context, attention, layers), layers),
         GraphKind.HEAD: (head_graph(source.spec, fmt, head), head),
     }
     graphs = tuple(
         Graph(
             kind,
-            writer.write(f"{kind}.onnx", model.SerializeToString(deterministic=True)),
+            writer.write(f"{kind}.onnx", serialized(model)),
             tuple(tensor.name for tensor in used),
         )
         for kind, (model, used) in models.items()
     )
     tokenizer = writer.write(TOKENIZER_FILE, source.tokenizer_json().encode())
     return Emission(graphs, weights, tensors, tokenizer)
+
+
+def layer_tensors(tensors: Iterable[TensorRef], attention: AttentionKernel) -> list[TensorRef]:
+    """Those of ``tensors`` that the layers' graph takes with this kernel."""
+    fused = attention is AttentionKernel.FUSED
+    return [
+        tensor
+        for tensor in tensors
+        if tensor.name.split(".")[0] not in HEAD_TENSORS + EMBEDDING_TENSORS
+        and not (fused and tensor.name.endswith(GRID_TENSORS))
+    ]
+
+
+def serialized(model: ModelProto) -> bytes:
+    """The same bytes for the same graph."""
+    return model.SerializeToString(deterministic=True)

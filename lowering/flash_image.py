@@ -8,9 +8,10 @@ from typing import Any, Protocol
 import numpy as np
 
 from lowering.blocks import Blocks, from_floats, from_packed, stacked
-from lowering.onnx_graphs import VALUE_BITS, product_name
+from lowering.linear_nodes import product_name
 from lowering.quantize import ZERO_POINT, dequantize_channels, quantize_channels
 from lowering.source import ModelSource, row_blocks, stored_name, tensor_shapes
+from lowering.template import VALUE_BITS
 from profiles.words import Format
 from runtime.model_spec import ModelSpec
 from runtime.plan import TensorRef

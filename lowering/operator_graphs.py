@@ -14,20 +14,9 @@ import numpy as np
 from onnx import TensorProto, numpy_helper
 
 from lowering.flash_image import rotary_tables
-from lowering.onnx_graphs import (
-    Nodes,
-    Template,
-    attend,
-    gated,
-    linear,
-    linear_constants,
-    norm,
-    onnx_model,
-    prologue,
-    split_heads,
-    switch,
-    tensor_info,
-)
+from lowering.attention_nodes import attend, fused, prologue, split_heads
+from lowering.linear_nodes import gated, linear, linear_constants, norm
+from lowering.onnx_nodes import Nodes, onnx_model, switch, tensor_info
 from lowering.quantize import ZERO_POINT
 from profiles.points import AttentionShape, GlueShape, LinearShape
 from profiles.words import Format

@@ -29,6 +29,16 @@ class Format(StrEnum):
     W4 = "w4"
 
 
+class AttentionKernel(StrEnum):
+    """How attention sums; passes agree bit by bit only within one kernel."""
+
+    FUSED = "fused"
+    """One operator with keys and values in place: equal for chains, in passes of two rows or more.
+    A single row is summed by a kernel of its own."""
+    EXACT = "exact"
+    """Sums of integers: equal for trees, gaps and any width."""
+
+
 class ProcessorKind(StrEnum):
     """Where an operator can run."""
 

@@ -12,7 +12,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from profiles.words import Format, ProcessorKind, SubLayerId
+from profiles.words import AttentionKernel, Format, ProcessorKind, SubLayerId
 from runtime.model_spec import ModelSpec
 
 FORMAT_MAJOR = 1
@@ -93,6 +93,7 @@ class NumericsClass(_Document, frozen=True):
     """Narrowest pass; narrower ones are padded to it."""
     width_step: Width
     """Pass widths are padded to a multiple of this on the device."""
+    attention: AttentionKernel = AttentionKernel.EXACT
 
 
 class SkipMask(_Document, frozen=True):
@@ -124,10 +125,15 @@ class Cycle(_Document, frozen=True):
     ngram_min: Count = 0
     ngram_max: Count = 0
     """Shortest and longest context suffix that is looked up, for NGRAM."""
+    lone: bool = False
+    """For OFF: the one row runs alone, in faster kernels whose sums are in another order. Rows that
+    were computed so never meet a draft: a plan decodes alone in every bucket or in none."""
 
 
 OFF = Cycle(draft=DraftSource.OFF, length=0)
-"""Plain decoding as a cycle."""
+"""Plain decoding as a cycle, in passes whose rows agree with those of any draft's verify pass."""
+ALONE = Cycle(draft=DraftSource.OFF, length=0, lone=True)
+"""Plain decoding at its fastest, for plans that never draft."""
 
 
 class Forecast(_Document, frozen=True):
