@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Self, Unpack
@@ -116,7 +116,7 @@ class Session:
         chat: bool = False,
         system: str | None = None,
         **options: Unpack[Options],
-    ) -> Iterator[str]:
+    ) -> Generator[str]:
         """Like ``generate``, piece by piece; ``last`` holds the whole when the stream ends.
 
         What may turn out to be a stop string, or half a character, is held back.
@@ -126,7 +126,7 @@ class Session:
             if step.text:
                 yield step.text
 
-    def stream_ids(self, prompt: Sequence[int], **options: Unpack[Options]) -> Iterator[list[int]]:
+    def stream_ids(self, prompt: Sequence[int], **options: Unpack[Options]) -> Generator[list[int]]:
         """New token ids, cycle by cycle."""
         for step in self._steps(prompt, request_of(options)):
             yield step.ids
@@ -141,7 +141,7 @@ class Session:
         last = self._target.run_chain([ids[-1]], len(ids) - 1, self._cache, width=width)
         return self._target.logits(last.hidden[:1])[0]
 
-    def _steps(self, prompt: Sequence[int], request: Request) -> Iterator[_Step]:
+    def _steps(self, prompt: Sequence[int], request: Request) -> Generator[_Step]:
         self._check_free()
         check_request(self.plan, prompt, request)
         self._busy = True
@@ -150,7 +150,7 @@ class Session:
         finally:
             self._busy = False
 
-    def _decode(self, prompt: Sequence[int], request: Request) -> Iterator[_Step]:
+    def _decode(self, prompt: Sequence[int], request: Request) -> Generator[_Step]:
         self.last = None
         stats = Stats(prompt_tokens=len(prompt))
         run = Decoding(

@@ -208,8 +208,11 @@ def conversation(prompt: Prompt, system: str | None = None) -> list[Message]:
 
     Raises InputError for what is no list of messages, and for two system messages.
     """
-    said: Message = {"role": "user", "content": prompt if isinstance(prompt, str) else ""}
-    messages = [said] if isinstance(prompt, str) else list(prompt)
+    messages: list[Message] = []
+    if isinstance(prompt, str):
+        messages.append({"role": "user", "content": prompt})
+    else:
+        messages.extend(prompt)
     if not messages:
         raise InputError("the conversation has no messages", hint="say something as the user")
     for index, message in enumerate(messages):
