@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from enum import IntEnum
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,8 +18,13 @@ _CASELESS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_TURN_ENDS = frozenset({"<|im_end|>", "<|eot_id|>", "<|eom_id|>"})
-"""Control tokens that end a turn even in a file whose metadata names only the end of text."""
+_ENDS = frozenset(
+    {
+        *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>"),
+        *("<|endoftext|>", "<|end_of_text|>"),
+    }
+)
+"""Control tokens that end a turn or a text even where a GGUF file's metadata names only one."""
 
 
 _Document = TypeVar("_Document")
@@ -209,13 +214,18 @@ def _added_tokens(tokens: list[str], types: list[int]) -> list[dict[str, Any]]:
 
 
 def _gguf_eos_ids(keys: _GgufKeys, types: list[int]) -> tuple[int, ...]:
-    named = [token for token in (keys.eos, keys.eot, keys.eom) if token is not None]
-    turn_ends = [
+    ends = [
         index
         for index, (token, kind) in enumerate(zip(keys.tokens, types, strict=True))
-        if kind == _TokenType.CONTROL and token in _TURN_ENDS
+        if kind == _TokenType.CONTROL and token in _ENDS
     ]
-    return tuple(sorted({*named, *turn_ends}))
+    return _in_order(keys.eos, [keys.eot, keys.eom, *ends])
+
+
+def _in_order(own: int | None, others: Iterable[int | None]) -> tuple[int, ...]:
+    """The tokenizer's own EOS, which a chat template means by ``eos_token``, then the others."""
+    ids = dict.fromkeys([own, *sorted({token for token in others if token is not None})])
+    return tuple(token for token in ids if token is not None)
 
 
 class _Added(msgspec.Struct, frozen=True):
@@ -259,14 +269,13 @@ def from_folder(folder: Path) -> LoadedTokenizer:
     bos = model.bos_token_id if bos is None else bos
     eos = generation.eos_token_id if generation.eos_token_id is not None else model.eos_token_id
     named = eos if isinstance(eos, list) else [eos]
-    eos_ids = {*named, _token_id(tokenizer, config.eos_token)}
     add_bos = config.add_bos_token
     if add_bos is None:
         add_bos = tokenizer.encode("a").ids[:1] == [bos]
     spec = TokenizerSpec(
         bos_id=bos,
         add_bos=add_bos and bos is not None,
-        eos_ids=tuple(sorted(token for token in eos_ids if token is not None)),
+        eos_ids=_in_order(_token_id(tokenizer, config.eos_token), named),
         chat_template=_chat_template(folder, config),
         digest=_digest(text),
     )

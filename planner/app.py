@@ -11,6 +11,7 @@ import typer
 from typer.exceptions import Exit, TyperException
 
 from planner.options import (
+    AnswerTokens,
     AsJson,
     Chat,
     Context,
@@ -18,6 +19,7 @@ from planner.options import (
     Draft,
     DramBudget,
     Emulate,
+    IgnoreEos,
     Limit,
     Model,
     Modes,
@@ -31,6 +33,7 @@ from planner.options import (
     Sampled,
     SampledTemperature,
     Seed,
+    Stop,
     TargetFormat,
     Temperature,
     Threads,
@@ -201,10 +204,12 @@ def explain(
 def run(
     ctx: typer.Context,
     plan: Plan,
-    prompt: PromptText,
+    prompt: PromptText = None,
     chat: Chat = None,
     system: Annotated[str | None, typer.Option("--system", help="System message.")] = None,
-    max_new_tokens: NewTokens = 128,
+    max_new_tokens: AnswerTokens = None,
+    stop: Stop = None,
+    ignore_eos: IgnoreEos = False,
     temperature: Temperature = 0.0,
     top_k: TopK = 0,
     top_p: TopP = 1.0,
@@ -216,12 +221,14 @@ def run(
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
-    """Answer a prompt.
+    """Answer a prompt, or hold a conversation.
 
-    The text streams to stdout; statistics follow on stderr.
+    The text streams to stdout; statistics follow on stderr. On a terminal, without a prompt, each
+    line is answered and remembered.
 
     \b
     Examples:
+      plan run my.plan
       plan run my.plan --prompt "Why is the sky blue?"
       plan run phone.plan --emulate --prompt @letter.txt --temperature 0.7 --seed 1
     """
@@ -229,7 +236,9 @@ def run(
 
     terminal = terminal_of(ctx, quiet, verbose)
     sampling = body.Sampling(temperature, top_k, top_p, seed)
-    wish = body.Wish(prompt, chat, system, max_new_tokens, sampling, draft)
+    wish = body.Wish(
+        *(prompt, chat, system, max_new_tokens, sampling, draft, tuple(stop or ()), ignore_eos)
+    )
     body.run_plan(terminal, plan, wish, emulate=emulate, threads=threads, as_json=as_json)
 
 

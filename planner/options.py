@@ -64,7 +64,28 @@ DramBudget = Annotated[
     typer.Option("--dram-budget", metavar="SIZE", parser=parse_size, help="Such as 512MB or 2GiB."),
 ]
 PromptText = Annotated[
-    str, typer.Option("--prompt", metavar="TEXT", help="Or - for stdin, or @FILE.")
+    str | None,
+    typer.Option(
+        "--prompt",
+        metavar="TEXT",
+        help="Or - for stdin, or @FILE; default: a conversation on a terminal, else stdin.",
+    ),
+]
+AnswerTokens = Annotated[
+    int | None,
+    typer.Option(
+        "--max-new-tokens",
+        min=1,
+        metavar="N",
+        help="Most tokens; default: 128, in a conversation what the context holds.",
+    ),
+]
+Stop = Annotated[
+    list[str] | None,
+    typer.Option("--stop", metavar="TEXT", help="End before this text; can be repeated."),
+]
+IgnoreEos = Annotated[
+    bool, typer.Option("--ignore-eos", help="Go on past the end of the answer, to measure.")
 ]
 Chat = Annotated[
     bool | None,

@@ -4,14 +4,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from runtime.sampling import Sampling
-    from runtime.session import Generation, Session, load
+    from runtime.session import FinishReason, Generation, Session, load
 
-__all__ = ["Generation", "Sampling", "Session", "load"]
+__all__ = ["FinishReason", "Generation", "Sampling", "Session", "load"]
 
 
 def __getattr__(name: str) -> Any:
     # Late, so that reading a plan does not load the execution engine.
-    if name in ("Generation", "Session", "load"):
+    if name in ("FinishReason", "Generation", "Session", "load"):
         from runtime import session
 
         return getattr(session, name)

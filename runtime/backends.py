@@ -16,6 +16,9 @@ Array = np.ndarray[Any, Any]
 HIDDEN = np.float32(-1e30)
 """Mask value of a slot that a row may not look at."""
 
+MAX_BOUND_ROWS = 1024
+"""Rows of all bindings that are kept: prompts of every length would leave one for each width."""
+
 
 class PassResult(NamedTuple):
     """What a pass computed; the arrays are reused by the next pass of the same width."""
@@ -119,8 +122,13 @@ class LayersSession:
         if bound is None or not bound.serves(cache):
             # Those of an outgrown cache would keep its memory
             self._bindings = {w: b for w, b in self._bindings.items() if b.serves(cache)}
+            while self._bindings and sum(self._bindings) + width > MAX_BOUND_ROWS:
+                del self._bindings[next(iter(self._bindings))]
             bound = _Binding(self._session, self._spec, width, cache, self._on)
-            self._bindings[width] = bound
+        else:
+            del self._bindings[width]
+        # Those used latest are last
+        self._bindings[width] = bound
         bound.hidden[:] = hidden
         bound.positions[0] = positions
         bound.mask[:] = mask

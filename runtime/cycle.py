@@ -6,7 +6,7 @@ accepted one has its rows computed by the target in the target's own numerics cl
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from runtime.kv_cache import KvCache
 from runtime.ngram import NgramIndex
@@ -57,20 +57,29 @@ class Decoding:
         self._masks = [target.active(mask.skipped) for mask in plan.masks]
         self._ngrams: dict[tuple[int, int], NgramIndex] = {}
 
-    def prefill(self, known: Sequence[int] = ()) -> None:
-        """Compute and commit every prompt position but the last.
+    def reuse(self, known: Sequence[int]) -> int:
+        """Keep the rows of what the prompt shares with ``known``, drop others; how many stay.
 
         ``known`` are the tokens whose rows the cache holds already. Where the prompt begins with
         them their rows stay: no row depends on the pass that computed it.
         """
+        last, kept = len(self.tokens) - 1, 0
+        while kept < min(last, len(known)) and known[kept] == self.tokens[kept]:
+            kept += 1
+        self._cache.truncate(kept)
+        self._cache.trim(len(self.tokens))
+        return kept
+
+    def prefill(self, report: Callable[[int, int], None] | None = None) -> None:
+        """Compute and commit every prompt position but the last that the cache does not hold.
+
+        ``report`` is told before each chunk how many of how many positions are done.
+        """
         cache, prompt, chunk = self._cache, self.tokens, self._plan.prefill.chunk
         last = len(prompt) - 1
-        kept = 0
-        while kept < min(last, len(known)) and known[kept] == prompt[kept]:
-            kept += 1
-        cache.truncate(kept)
-        cache.trim(len(prompt))
-        for start in range(kept, last, chunk):
+        for start in range(cache.length, last, chunk):
+            if report is not None:
+                report(start, last)
             ids = prompt[start : min(start + chunk, last)]
             width = commit_width(self._plan.numerics, len(ids))
             result = self._target.run_chain(ids, start, cache, width=width)
@@ -94,7 +103,7 @@ class Decoding:
         )
 
     def keep(self, length: int) -> None:
-        """Drop tokens past ``length``, as after an EOS accepted in the middle of a draft."""
+        """Drop tokens past ``length``, as after an end accepted in the middle of a draft."""
         del self.tokens[length:]
         self._cache.truncate(min(self._cache.length, length - 1))
 

@@ -48,17 +48,18 @@ class KvCache:
         if slots <= self.capacity:
             return
         capacity = -(-slots // self._growth) * self._growth
-        for name in ("keys", "values"):
-            grown = self._zeros(capacity)
-            grown[:, :, : self.length] = getattr(self, name)[:, :, : self.length]
-            setattr(self, name, grown)
+        keys, values = self._zeros(capacity), self._zeros(capacity)
+        keys[:, :, : self.length] = self.keys[:, :, : self.length]
+        values[:, :, : self.length] = self.values[:, :, : self.length]
+        # Both at once, lest an interrupt leave two capacities
+        self.keys, self.values = keys, values
 
     def trim(self, slots: int) -> None:
         """Give back capacity beyond ``slots``, so that a short text pays for no long one before."""
         capacity = max(1, -(-max(slots, self.length) // self._growth)) * self._growth
         if capacity < self.capacity:
-            self.keys = self.keys[:, :, :capacity].copy()
-            self.values = self.values[:, :, :capacity].copy()
+            keys, values = self.keys[:, :, :capacity].copy(), self.values[:, :, :capacity].copy()
+            self.keys, self.values = keys, values
 
     def write(self, slot: int, keys: Array, values: Array, rows: slice | Array) -> None:
         """Put ``rows`` of a pass's new rows [layers, kv_heads, w, head_dim] at ``slot`` onwards."""

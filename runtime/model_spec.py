@@ -30,7 +30,7 @@ class TokenizerSpec(msgspec.Struct, frozen=True):
     """Token put before a raw prompt when ``add_bos`` is set."""
     add_bos: bool
     eos_ids: tuple[int, ...]
-    """Tokens that end a generation; may be empty."""
+    """Tokens that end a generation, the one that templates call ``eos_token`` first; or none."""
     chat_template: str | None
     """Jinja source; rendered in a sandbox."""
     digest: str

@@ -2,47 +2,46 @@
 
 import os
 import time
-from collections.abc import Iterator, Sequence
-from enum import StrEnum
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import NamedTuple, Self, Unpack
 
 import msgspec
 
 from profiles.errors import FulcrumError, IncompatibleError, InputError
 from profiles.measure import cpu_description, usable_cores
 from runtime.cycle import Decoding, commit_width
+from runtime.ending import Ending, FinishReason
 from runtime.kv_cache import KvCache
-from runtime.plan import TOKENIZER_FILE, Cycle, ExecutionPlan
+from runtime.plan import TOKENIZER_FILE, ExecutionPlan
 from runtime.plan_folder import load_plan, map_tensors
-from runtime.sampling import GREEDY, Sampling
+from runtime.request import Options, Progress, Request, check_request, request_of
+from runtime.sampling import GREEDY
 from runtime.stats import Stats
 from runtime.target import Array, Target
-from runtime.tokens import StreamDecoder, Tokens
+from runtime.tokens import Prompt, Tokens
 
 WIDEST_PASS = 1024
 """Slots that the cache may hold past the plan's context, for rows that are only padding."""
-
-
-class FinishReason(StrEnum):
-    """Why a generation ended."""
-
-    EOS = "eos"
-    LENGTH = "length"
-    """``max_new_tokens`` were produced."""
-    CONTEXT = "context"
-    """The plan's context is full."""
 
 
 class Generation(msgspec.Struct, frozen=True):
     """A finished generation."""
 
     text: str
+    """Without control tokens, a final EOS, and a stop string and what follows it."""
     token_ids: tuple[int, ...]
-    """New tokens; a final EOS is included."""
+    """New tokens, up to the EOS or the token that completes a stop string, included."""
     finish_reason: FinishReason
     stats: Stats
+
+
+class _Step(NamedTuple):
+    """What one cycle added to a generation."""
+
+    ids: list[int]
+    text: str
 
 
 class Session:
@@ -95,109 +94,100 @@ class Session:
 
     def generate(
         self,
-        prompt: str,
+        prompt: Prompt,
         *,
-        max_new_tokens: int = 64,
         chat: bool = False,
         system: str | None = None,
-        sampling: Sampling = GREEDY,
-        cycle: Cycle | None = None,
+        **options: Unpack[Options],
     ) -> Generation:
-        """Complete ``prompt`` (or answer it, with ``chat``); ``cycle`` overrides the plan's."""
-        ids = self.tokens.encode_prompt(prompt, chat=chat, system=system)
-        for _ in self.stream_ids(
-            ids, max_new_tokens=max_new_tokens, sampling=sampling, cycle=cycle
-        ):
+        """Complete a text, answer it (``chat``), or answer a conversation (a list of messages).
+
+        Rows of the prompt's beginning that the latest generation left behind are not computed
+        again, so a conversation's next turn reads only what is new. ``options``: see ``Options``.
+        """
+        for _ in self.stream(prompt, chat=chat, system=system, **options):
             pass
         return self.finished()
 
     def stream(
         self,
-        prompt: str,
+        prompt: Prompt,
         *,
-        max_new_tokens: int = 64,
         chat: bool = False,
         system: str | None = None,
-        sampling: Sampling = GREEDY,
-        cycle: Cycle | None = None,
-    ) -> Iterator[str]:
-        """Like ``generate``, piece by piece; ``last`` holds the whole when the stream ends."""
-        ids = self.tokens.encode_prompt(prompt, chat=chat, system=system)
-        decoder = StreamDecoder(self.tokens)
-        for new in self.stream_ids(
-            ids, max_new_tokens=max_new_tokens, sampling=sampling, cycle=cycle
-        ):
-            if piece := decoder.push(new):
-                yield piece
-        if piece := decoder.flush():
-            yield piece
+        **options: Unpack[Options],
+    ) -> Generator[str]:
+        """Like ``generate``, piece by piece; ``last`` holds the whole when the stream ends.
 
-    def stream_ids(
-        self,
-        prompt: Sequence[int],
-        *,
-        max_new_tokens: int = 64,
-        sampling: Sampling = GREEDY,
-        cycle: Cycle | None = None,
-    ) -> Iterator[list[int]]:
+        What may turn out to be a stop string, or half a character, is held back.
+        """
+        ids = self.tokens.encode_prompt(prompt, chat=chat, system=system)
+        for step in self._steps(ids, request_of(options)):
+            if step.text:
+                yield step.text
+
+    def stream_ids(self, prompt: Sequence[int], **options: Unpack[Options]) -> Generator[list[int]]:
         """New token ids, cycle by cycle."""
-        self._check_request(prompt, max_new_tokens, cycle)
-        self._busy = True
-        try:
-            yield from self._decode(prompt, max_new_tokens, sampling, cycle)
-        finally:
-            self._busy = False
+        for step in self._steps(prompt, request_of(options)):
+            yield step.ids
 
     def logits_at(self, ids: Sequence[int]) -> Array:
         """Logits [vocab] of the token after ``ids``, as plain decoding computes them."""
-        self._check_request(ids, 1)
+        self._check_free()
+        check_request(self.plan, ids, Request())
         run = Decoding(self.plan, self._target, self._cache, ids, GREEDY)
         self._prefill(run)
         width = commit_width(self.plan.numerics, 1)
         last = self._target.run_chain([ids[-1]], len(ids) - 1, self._cache, width=width)
         return self._target.logits(last.hidden[:1])[0]
 
-    def _decode(
-        self, prompt: Sequence[int], max_new_tokens: int, sampling: Sampling, cycle: Cycle | None
-    ) -> Iterator[list[int]]:
+    def _steps(self, prompt: Sequence[int], request: Request) -> Generator[_Step]:
+        self._check_free()
+        check_request(self.plan, prompt, request)
+        self._busy = True
+        try:
+            yield from self._decode(prompt, request)
+        finally:
+            self._busy = False
+
+    def _decode(self, prompt: Sequence[int], request: Request) -> Generator[_Step]:
         self.last = None
         stats = Stats(prompt_tokens=len(prompt))
-        run = Decoding(self.plan, self._target, self._cache, prompt, sampling, cycle)
+        run = Decoding(
+            *(self.plan, self._target, self._cache, prompt), request.sampling, request.cycle
+        )
         began = time.perf_counter()
-        self._prefill(run)
+        stats.reused_tokens = self._prefill(run, request.progress)
         started = time.perf_counter()
         stats.prefill_us = 1e6 * (started - began)
-        end = min(len(prompt) + max_new_tokens, self.plan.context)
-        reason = (
-            FinishReason.LENGTH if end == len(prompt) + max_new_tokens else FinishReason.CONTEXT
-        )
+        end, at_end = request.limit(len(prompt), self.plan.context)
+        ending = Ending(self.tokens, request.stop, ignore_eos=request.ignore_eos)
+        texts: list[str] = []
+        reason: FinishReason | None = None
         outside = 0.0
-        while len(run.tokens) < end:
+        while reason is None:
             before = len(run.tokens)
             done = run.step(end - before)
-            stop = self.tokens.finish(run.tokens[before:])
-            if stop is not None:
-                run.keep(before + stop + 1)
-                reason = FinishReason.EOS
-                kept = stop + 1
-                done = msgspec.structs.replace(
-                    done, committed=kept, accepted=min(done.accepted, kept)
-                )
-            stats.add(done)
+            kept, text, reason = ending.read(run.tokens[before:])
+            run.keep(before + kept)
+            if reason is None and len(run.tokens) == end:
+                reason = at_end
+            texts.append(text if reason is None else text + ending.rest())
+            stats.add(done.cut(kept))
             stats.decode_us = 1e6 * (time.perf_counter() - started - outside)
             paused = time.perf_counter()
-            yield run.tokens[before:]
+            yield _Step(run.tokens[before:], texts[-1])
             outside += time.perf_counter() - paused
-            if stop is not None:
-                break
         new = tuple(run.tokens[len(prompt) :])
-        self.last = Generation(self.tokens.decode(new), new, reason, stats)
+        self.last = Generation("".join(texts), new, reason, stats)
 
-    def _prefill(self, run: Decoding) -> None:
-        """Read the prompt, but for what it shares with the latest generation."""
-        # Rows below the cursor belong to these tokens at every moment, also after an interrupt.
-        held, self._held = self._held[: self._cache.length], run.tokens
-        run.prefill(held)
+    def _prefill(self, run: Decoding, progress: Progress | None = None) -> int:
+        """Read the prompt, but for what it shares with the latest generation: so many tokens."""
+        # Rows below the cursor belong to the held tokens at every moment, also at an interrupt
+        reused = run.reuse(self._held[: self._cache.length])
+        self._held = run.tokens
+        run.prefill(progress)
+        return reused
 
     def finished(self) -> Generation:
         """The latest generation; ``FulcrumError`` when none was carried to its end."""
@@ -205,38 +195,13 @@ class Session:
             raise FulcrumError("the generation did not finish")
         return self.last
 
-    def _check_request(
-        self, prompt: Sequence[int], max_new_tokens: int, cycle: Cycle | None = None
-    ) -> None:
+    def _check_free(self) -> None:
         if self._closed:
             raise InputError("this session is closed", hint="load the plan again")
-        vocab = self.plan.model.vocab
-        unknown = next((token for token in prompt if not 0 <= token < vocab), None)
-        if unknown is not None:
-            raise InputError("no such token", found=unknown, expected=f"0 to {vocab - 1}")
-        if cycle is not None and cycle.mask >= len(self.plan.masks):
-            raise InputError(
-                "the plan has no such skip mask",
-                found=cycle.mask,
-                expected=f"0 to {len(self.plan.masks) - 1}",
-            )
         if self._busy:
             raise InputError(
                 "this session is generating already",
                 hint="finish or close that stream, or load the plan a second time",
-            )
-        if not prompt:
-            raise InputError("the prompt has no tokens", hint="give some text, or use --chat")
-        if max_new_tokens < 1:
-            raise InputError(
-                "nothing to generate", found=max_new_tokens, expected="1 token or more"
-            )
-        if len(prompt) >= self.plan.context:
-            raise InputError(
-                "the prompt does not fit",
-                found=f"{len(prompt)} tokens",
-                expected=f"fewer than {self.plan.context}",
-                hint="shorten it or compile with a larger --context",
             )
 
 

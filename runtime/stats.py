@@ -9,17 +9,25 @@ class FinishedCycle(msgspec.Struct, frozen=True):
     drafted: int
     accepted: int
     committed: int
-    """Tokens that the cycle added: accepted + 1, less what an EOS cut off."""
+    """Tokens that the cycle added: accepted + 1, less what an end cut off."""
     draft_us: float
     verify_us: float
     simulated_us: float
     """Device time by the plan's tables."""
+
+    def cut(self, kept: int) -> "FinishedCycle":
+        """The cycle when only its first ``kept`` tokens belong to the generation."""
+        if kept >= self.committed:
+            return self
+        return msgspec.structs.replace(self, committed=kept, accepted=min(self.accepted, kept))
 
 
 class Stats(msgspec.Struct):
     """Running totals of one generation; times in microseconds on this machine's clock."""
 
     prompt_tokens: int = 0
+    reused_tokens: int = 0
+    """Of the prompt, whose rows the generation before had left behind."""
     new_tokens: int = 0
     cycles: int = 0
     speculating_cycles: int = 0

@@ -2,7 +2,7 @@
 
 import codecs
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -11,6 +11,11 @@ from tokenizers import Tokenizer
 from profiles.errors import InputError, UnsupportedError
 from runtime.chat_template import render_chat
 from runtime.model_spec import TokenizerSpec
+
+Message = Mapping[str, str]
+"""One turn of a conversation: ``role`` (``system``, ``user``, ``assistant``) and ``content``."""
+Prompt = str | Sequence[Message]
+"""A text, or the messages of a conversation."""
 
 _BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
 _BYTE_LEVEL = (["ByteLevel"], ["ByteLevel", "Fuse"])
@@ -65,19 +70,24 @@ class Tokens:
             raise InputError(f"not a tokenizer: {error}", where=where) from error
         return cls(tokenizer, spec, _is_byte_level(document.decoder, where))
 
-    def encode_prompt(self, text: str, chat: bool = False, system: str | None = None) -> list[int]:
+    def encode_prompt(
+        self, prompt: Prompt, chat: bool = False, system: str | None = None
+    ) -> list[int]:
         """The ids of a prompt, with BOS once if the model wants it.
 
-        ``chat`` puts the text into the chat template as what the user says, after ``system``.
-        Control tokens that are spelled out in the text count as control tokens.
+        ``chat`` puts a text into the chat template as what the user says; a list of messages is
+        put there in any case. ``system`` comes before them as a message of its own. Control tokens
+        that are spelled out in the text count as control tokens.
 
         Raises InputError for a prompt without tokens or with unpaired surrogates, a model without
-        chat template, a template that fails, and ``system`` without ``chat``.
+        chat template, a template that fails, malformed messages, and ``system`` without chat.
         """
-        if chat:
-            text = self._render(text, system)
+        if chat or not isinstance(prompt, str):
+            text = self._render(conversation(prompt, system))
         elif system is not None:
             raise InputError("a system message needs the chat template", hint="ask for chat")
+        else:
+            text = prompt
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -98,6 +108,11 @@ class Tokens:
         """Index of the first token of ``ids`` that ends the generation, None if none does."""
         return next((index for index, token in enumerate(ids) if token in self._eos_ids), None)
 
+    def control_id(self, text: str) -> int | None:
+        """The special token that is spelled ``text``, None if there is none."""
+        token = self._tokenizer.token_to_id(text)
+        return token if token in self._special_ids else None
+
     def is_silent(self, token: int) -> bool:
         """Whether ``token`` never shows in text: it is special or unknown."""
         return token in self._special_ids or self._tokenizer.id_to_token(token) is None
@@ -115,12 +130,13 @@ class Tokens:
             self._bytes_of[token] = known
         return known
 
-    def _render(self, text: str, system: str | None) -> str:
+    def _render(self, messages: Sequence[Message]) -> str:
         template = self.spec.chat_template
         if template is None:
-            raise InputError("the model has no chat template", hint="prompt it without chat")
-        messages = [] if system is None else [{"role": "system", "content": system}]
-        messages.append({"role": "user", "content": text})
+            raise InputError(
+                "the model has no chat template",
+                hint="prompt it with plain text, without chat (`plan run --no-chat`)",
+            )
         eos = self.spec.eos_ids[0] if self.spec.eos_ids else None
         return render_chat(
             template,
@@ -154,6 +170,12 @@ class StreamDecoder:
             return self._utf8.decode(b"".join(map(self._tokens.bytes_of, ids)))
         return "".join(map(self._push_piece, ids))
 
+    def pending(self) -> str:
+        """What ``flush`` would give of finished characters; nothing changes."""
+        if self._tokens.byte_level:
+            return ""
+        return self._tokens.decode(self._window)[self._shown_chars :]
+
     def flush(self) -> str:
         """What was held back, an unfinished character as U+FFFD; then starts afresh."""
         text = self._utf8.decode(b"", final=True) + self._show()
@@ -179,6 +201,35 @@ class StreamDecoder:
         new = text[self._shown_chars :]
         self._shown_chars = len(text)
         return new
+
+
+def conversation(prompt: Prompt, system: str | None = None) -> list[Message]:
+    """The messages of a prompt, each with ``role`` and ``content``; a text is what the user says.
+
+    Raises InputError for what is no list of messages, and for two system messages.
+    """
+    messages: list[Message] = []
+    if isinstance(prompt, str):
+        messages.append({"role": "user", "content": prompt})
+    else:
+        messages.extend(prompt)
+    if not messages:
+        raise InputError("the conversation has no messages", hint="say something as the user")
+    for index, message in enumerate(messages):
+        for key in ("role", "content"):
+            value: object = message.get(key) if isinstance(message, Mapping) else None  # pyright: ignore[reportUnnecessaryIsInstance]
+            if not isinstance(value, str):
+                raise InputError(
+                    "not a message",
+                    where=f"messages[{index}]",
+                    found=f"{key} {value!r}",
+                    expected='such as {"role": "user", "content": "Hi"}',
+                )
+    if system is None:
+        return messages
+    if messages[0]["role"] == "system":
+        raise InputError("the conversation has a system message already", hint="give it once")
+    return [{"role": "system", "content": system}, *messages]
 
 
 def _is_byte_level(decoder: _Decoder | None, where: object) -> bool:

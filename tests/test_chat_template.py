@@ -4,7 +4,9 @@ import datetime
 import time
 
 import pytest
+from tokenizers import Tokenizer, models
 
+from lowering.source import open_model
 from profiles.errors import InputError
 from runtime import chat_template
 from runtime.chat_template import MAX_TEMPLATE_CHARS, render_chat
@@ -37,8 +39,137 @@ WITH_BLOCKS = """{{- bos_token }}
 {% for i in range(3) %}{% set ns.total = ns.total + i %}{% endfor %}
 {{ '=' * ns.total }}
 """
+# Each with what templates of its family do: not theirs, but as they are written
+QWEN_LIKE = """{%- if tools %}
+    {{- '<|im_start|>system\\n# Tools' }}
+    {%- for tool in tools %}
+        {{- "\\n" }}
+        {{- tool | tojson }}
+    {%- endfor %}
+{%- elif messages[0]['role'] == 'system' %}
+    {{- '<|im_start|>system\\n' + messages[0]['content'] + '<|im_end|>\\n' }}
+{%- else %}
+    {{- '<|im_start|>system\\nYou are helpful.<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if (message.role == "user") or (message.role == "system" and not loop.first)
+           or (message.role == "assistant" and not message.tool_calls) %}
+        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}
+    {%- elif message.role == "tool" %}
+        {%- if (loop.index0 == 0) or (messages[loop.index0 - 1].role != "tool") %}
+            {{- '<|im_start|>user' }}
+        {%- endif %}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}
+        {{- '<think>\\n\\n</think>\\n\\n' }}
+    {%- endif %}
+{%- endif %}
+"""
+LLAMA_3_LIKE = """{{- bos_token }}
+{%- if custom_tools is defined %}
+    {%- set tools = custom_tools %}
+{%- endif %}
+{%- if not date_string is defined %}
+    {%- if strftime_now is defined %}
+        {%- set date_string = strftime_now("%d %b %Y") %}
+    {%- else %}
+        {%- set date_string = "26 Jul 2024" %}
+    {%- endif %}
+{%- endif %}
+{%- if not tools is defined %}
+    {%- set tools = none %}
+{%- endif %}
+{%- if messages[0]['role'] == 'system' %}
+    {%- set system_message = messages[0]['content']|trim %}
+    {%- set messages = messages[1:] %}
+{%- else %}
+    {%- set system_message = "" %}
+{%- endif %}
+{{- "<|start_header_id|>system<|end_header_id|>\\n\\n" }}
+{%- if tools is not none %}
+    {{- "Environment: ipython\\n" }}
+{%- endif %}
+{{- "Today Date: " + date_string + "\\n\\n" }}
+{{- system_message }}
+{{- "<|eot_id|>" }}
+{%- for message in messages %}
+    {%- if not (message.role == 'ipython' or message.role == 'tool' or 'tool_calls' in message) %}
+        {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n'
+            + message['content'] | trim + '<|eot_id|>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
+{%- endif %}
+"""
+MISTRAL_LIKE = """{%- if messages[0]["role"] == "system" %}
+    {%- set system_message = messages[0]["content"] %}
+    {%- set loop_messages = messages[1:] %}
+{%- else %}
+    {%- set loop_messages = messages %}
+{%- endif %}
+{%- set user_messages = loop_messages | selectattr("role", "equalto", "user") | list %}
+{%- set ns = namespace() %}
+{%- set ns.index = 0 %}
+{%- for message in loop_messages %}
+    {%- if not (message.role == "tool" or (message.tool_calls is defined and message.tool_calls)) %}
+        {%- if (message["role"] == "user") != (ns.index % 2 == 0) %}
+            {{- raise_exception("After the optional system message, roles must alternate") }}
+        {%- endif %}
+        {%- set ns.index = ns.index + 1 %}
+    {%- endif %}
+{%- endfor %}
+
+{{- bos_token }}
+{%- for message in loop_messages %}
+    {%- if message["role"] == "user" %}
+        {%- if loop.last and system_message is defined %}
+            {{- "[INST] " + system_message + "\\n\\n" + message["content"] + "[/INST]" }}
+        {%- else %}
+            {{- "[INST] " + message["content"] + "[/INST]" }}
+        {%- endif %}
+    {%- elif message["role"] == "assistant" %}
+        {{- " " + message["content"]|trim + eos_token}}
+    {%- else %}
+        {{- raise_exception("Only user and assistant roles are supported!") }}
+    {%- endif %}
+{%- endfor %}
+"""
+LINES_LIKE = """{% for message in messages %}
+    {% if loop.first and messages[0]['role'] != 'system' %}
+<|system|>
+None{{ eos_token }}
+    {% endif %}
+    {% if message['role'] == 'user' %}
+{{ '<|user|>\\n' + message['content'] + eos_token }}
+    {% else %}
+<|{{ message['role'] }}|>
+{{ message.content }}{{ eos_token }}
+    {% endif %}
+    {% if loop.last and add_generation_prompt %}
+{{ '<|assistant|>' }}
+    {% endif %}
+{% endfor %}
+"""
+TEMPLATES = {
+    "chatml": CHAT_ML,
+    "blocks": WITH_BLOCKS,
+    "qwen-like": QWEN_LIKE,
+    "llama-3-like": LLAMA_3_LIKE,
+    "mistral-like": MISTRAL_LIKE,
+    "lines-like": LINES_LIKE,
+}
 ASK = [{"role": "user", "content": 'Is 1 < 2 & "ü" so?'}]
 TOLD = [{"role": "system", "content": " Be brief. "}, *ASK]
+TURNS = [
+    *TOLD,
+    {"role": "assistant", "content": " Yes:\n\n  {{ 1 < 2 }} 🦊\n"},
+    {"role": "user", "content": "\tWhy?\n"},
+]
+CONVERSATIONS = {"user": ASK, "system": TOLD, "turns": TURNS}
 
 
 def render(template: str, messages: list[dict[str, str]] = ASK) -> str:
@@ -52,20 +183,41 @@ def reason_of(template: str, messages: list[dict[str, str]] = ASK) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("messages", [ASK, TOLD], ids=["user", "system"])
-@pytest.mark.parametrize("template", [CHAT_ML, WITH_BLOCKS], ids=["chatml", "blocks"])
+def as_transformers(template: str, messages: list[dict[str, str]]) -> str:
+    """What ``apply_chat_template(..., add_generation_prompt=True)`` renders."""
+    peer = pytest.importorskip("transformers")
+    tokenizer = peer.PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.BPE()), bos_token="<s>", eos_token="</s>"
+    )
+    return tokenizer.apply_chat_template(
+        messages, chat_template=template, tokenize=False, add_generation_prompt=True
+    )
+
+
+@pytest.mark.parametrize("messages", CONVERSATIONS.values(), ids=CONVERSATIONS)
+@pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
 def test_a_template_renders_as_in_transformers(
     template: str, messages: list[dict[str, str]]
 ) -> None:
-    peer = pytest.importorskip("transformers.utils.chat_template_utils")
-    expected, _ = peer.render_jinja_template(
-        [messages],
-        chat_template=template,
-        add_generation_prompt=True,
-        bos_token="<s>",
-        eos_token="</s>",
-    )
-    assert [render(template, messages)] == expected
+    rendered = render(template, messages)
+    assert rendered == as_transformers(template, messages)
+    assert messages[-1]["content"].strip()[:4] in rendered
+
+
+@pytest.mark.parametrize("messages", CONVERSATIONS.values(), ids=CONVERSATIONS)
+def test_the_bundled_models_template_renders_as_in_transformers(
+    messages: list[dict[str, str]],
+) -> None:
+    try:
+        template = open_model("smollm2-135m").spec.tokenizer.chat_template
+    except InputError as error:
+        pytest.skip(str(error))
+    assert template is not None
+    assert render(template, messages) == as_transformers(template, messages)
+
+
+def test_roles_that_a_template_refuses_are_refused_with_its_words() -> None:
+    assert "roles must alternate" in reason_of(MISTRAL_LIKE, [*ASK, *ASK])
 
 
 def test_a_template_can_ask_for_the_date() -> None:

@@ -362,6 +362,7 @@ def test_run_json_has_the_documented_keys(plan: Plan, compiled: Compiled) -> Non
     ).data
     keys = {
         *("text", "token_ids", "finish_reason", "device", "emulated", "prompt_tokens"),
+        "reused_tokens",
         *("new_tokens", "cycles", "speculating_cycles", "drafted", "accepted", "prefill_us"),
         *("draft_us", "verify_us", "decode_us", "simulated_us", "tokens_per_s", "mean_accepted"),
         *("mean_drafted", "predicted_tokens_per_s"),

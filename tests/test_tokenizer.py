@@ -169,7 +169,8 @@ def test_text_is_deterministic_and_its_digest_matches():
         ({"pre": "llama-bpe", "add_bos_token": False}, (1, False, (0, 2))),
         ({"add_bos_token": True}, (1, True, (0, 2))),
         ({"add_bos_token": True, "bos_token_id": None}, (None, False, (0, 2))),
-        ({"eos_token_id": None, "eot_token_id": 7, "eom_token_id": 9}, (1, False, (2, 7, 9))),
+        ({"eos_token_id": None, "eot_token_id": 7, "eom_token_id": 9}, (1, False, (0, 2, 7, 9))),
+        ({"eos_token_id": 5, "eot_token_id": 4}, (1, False, (5, 0, 2, 4))),
     ],
 )
 def test_bos_and_eos_come_from_the_metadata_and_the_turn_ends(changes, expected):
@@ -208,11 +209,11 @@ def folder_with(tmp_path: Path, **documents: object) -> Path:
 
 def test_eos_ids_join_generation_config_and_tokenizer(tmp_path):
     folder = folder_with(tmp_path, generation_config={"eos_token_id": [0, 5]})
-    assert from_folder(folder).spec.eos_ids == (0, 2, 5)
+    assert from_folder(folder).spec.eos_ids == (2, 0, 5)
     folder = folder_with(tmp_path, generation_config={"eos_token_id": 7})
     assert from_folder(folder).spec.eos_ids == (2, 7)
     (folder / "generation_config.json").unlink()
-    assert from_folder(folder).spec.eos_ids == (0, 2), "config.json stands in"
+    assert from_folder(folder).spec.eos_ids == (2, 0), "config.json stands in"
     (folder / "tokenizer_config.json").unlink()
     assert from_folder(folder).spec.eos_ids == (0,)
 

@@ -5,41 +5,78 @@ from pathlib import Path
 
 import msgspec
 
+from planner.commands.chat import converse
 from planner.inspect.units import rate_label, three_digits, time_label
 from planner.modes import parse_mode
 from planner.terminal import Terminal
 from profiles.errors import InputError
+from runtime.ending import check_stop
+from runtime.request import Options
 from runtime.sampling import Sampling
 from runtime.session import FinishReason, Generation, Session, load
+
+NEW_TOKENS = 128
 
 
 class Wish(msgspec.Struct, frozen=True):
     """What the user asks a plan for."""
 
-    prompt: str
-    """Text, ``-`` for stdin or ``@file``."""
+    prompt: str | None
+    """Text, ``-`` for stdin or ``@file``; None is a conversation on a terminal, else stdin."""
     chat: bool | None
     """None uses the chat template if the model has one."""
     system: str | None
-    max_new_tokens: int
+    max_new_tokens: int | None
+    """None is 128, or as many as the context holds in a conversation."""
     sampling: Sampling
     draft: str
     """A mode: ``plan``, ``off``, ``chainN`` or ``ngramN``."""
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
 
 
 def run_plan(
     terminal: Terminal, path: Path, wish: Wish, *, emulate: bool, threads: int | None, as_json: bool
 ) -> None:
     """Stream the answer to stdout and the statistics to stderr, or all as JSON to stdout."""
-    prompt = read_prompt(wish.prompt)
+    check_stop(wish.stop)
+    conversation = wish.prompt is None and sys.stdin.isatty()
+    if conversation and (as_json or wish.chat is False):
+        raise InputError("there is no prompt", hint="give --prompt TEXT, or - to read stdin")
+    prompt = "" if conversation else read_prompt("-" if wish.prompt is None else wish.prompt)
     terminal.report("loading the plan", 0, 1)
     with load(path, emulate=emulate, threads=threads) as session:
         terminal.clear()
-        generation = generate(session, prompt, wish, stream=not as_json)
+        if conversation:
+            options = options_of(wish, session, terminal, max_new_tokens=None)
+            converse(terminal, session, wish.system, options)
+            return
+        generation = generate(session, prompt, wish, terminal, stream=not as_json)
         if as_json:
             terminal.result_json(generation_data(session, generation, emulate))
         else:
             terminal.remark(statistics(session, generation, emulate))
+
+
+def options_of(
+    wish: Wish, session: Session, terminal: Terminal, max_new_tokens: int | None
+) -> Options:
+    """The wish as the session takes it; ``max_new_tokens`` if the user said nothing of it."""
+    chunk = session.plan.prefill.chunk
+
+    def report(done: int, total: int) -> None:
+        # Most prompts are read before a drawing of it could be
+        if total > chunk:
+            terminal.report("reading the prompt", done, total)
+
+    return {
+        "max_new_tokens": wish.max_new_tokens or max_new_tokens,
+        "stop": wish.stop,
+        "ignore_eos": wish.ignore_eos,
+        "sampling": wish.sampling,
+        "cycle": parse_mode(wish.draft, session.plan).cycle,
+        "progress": report,
+    }
 
 
 def read_prompt(prompt: str) -> str:
@@ -68,20 +105,19 @@ def has_chat(session: Session, asked: bool | None) -> bool:
     return session.plan.model.tokenizer.chat_template is not None if asked is None else asked
 
 
-def generate(session: Session, prompt: str, wish: Wish, *, stream: bool) -> Generation:
+def generate(
+    session: Session, prompt: str, wish: Wish, terminal: Terminal, *, stream: bool
+) -> Generation:
     """The finished generation; ``stream`` writes its text to stdout as it comes."""
+    options = options_of(wish, session, terminal, max_new_tokens=NEW_TOKENS)
     pieces = session.stream(
-        prompt,
-        max_new_tokens=wish.max_new_tokens,
-        chat=has_chat(session, wish.chat),
-        system=wish.system,
-        sampling=wish.sampling,
-        cycle=parse_mode(wish.draft, session.plan).cycle,
+        prompt, chat=has_chat(session, wish.chat), system=wish.system, **options
     )
     begun = False
     try:
         for piece in pieces:
             if stream:
+                terminal.clear()
                 begun = True
                 sys.stdout.write(piece)
                 sys.stdout.flush()
@@ -94,6 +130,7 @@ def generate(session: Session, prompt: str, wish: Wish, *, stream: bool) -> Gene
 
 _REASONS = {
     FinishReason.EOS: "the model ended its answer",
+    FinishReason.STOP: "a --stop text came",
     FinishReason.LENGTH: "reached --max-new-tokens",
     FinishReason.CONTEXT: "the plan's context is full",
 }
