@@ -15,6 +15,7 @@ from runtime.model_spec import MAX_HEAD_DIM, ModelSpec
 from runtime.plan import (
     ALIGNMENT_BYTES,
     PLAN_FILE,
+    SEAL_FILE,
     TOKENIZER_FILE,
     WEIGHTS_FILE,
     Artefact,
@@ -202,7 +203,7 @@ def _artefacts(plan: ExecutionPlan) -> Iterator[Fault]:
         if path != name:
             yield Fault(where, "file of another name", path, name)
     paths = [artefact.path for _, artefact in artefacts(plan)]
-    yield from _once("$", [*paths, PLAN_FILE])
+    yield from _once("$", [*paths, PLAN_FILE, SEAL_FILE])
 
 
 def _tensors(plan: ExecutionPlan) -> Iterator[Fault]:

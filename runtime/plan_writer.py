@@ -63,6 +63,7 @@ class PlanWriter:
         try:
             # Through links, so that the plan behind one is replaced and the link stays
             self._target = Path(os.path.realpath(self._asked))
+            check_outside_plans(self._target)
             _clear_leftovers(self._target)
             _check_replaceable(self._target)
             self._folder = _make_partial(self._target)
@@ -203,6 +204,22 @@ class WeightsWriter:
         self._stream.write(data)
         self._digest.update(data)
         self._bytes += len(data)
+
+
+def check_outside_plans(path: str | os.PathLike[str]) -> None:
+    """Refuse to write ``path`` if it lies in a plan: a file of that plan might be replaced.
+
+    Raises:
+        InputError: A folder above ``path`` is a plan's.
+    """
+    for folder in Path(os.path.realpath(path)).parents:
+        if os.path.isfile(folder / PLAN_FILE) and os.path.isfile(folder / SEAL_FILE):
+            raise InputError(
+                "will not write into a plan",
+                where=path,
+                found=f"the plan {folder}",
+                hint="name another place with -o",
+            )
 
 
 def seal(document: bytes) -> bytes:
