@@ -66,10 +66,31 @@ class PlanWriter:
             check_outside_plans(self._target)
             _clear_leftovers(self._target)
             _check_replaceable(self._target)
-            self._folder = _make_partial(self._target)
+            self._make_partial()
         except (OSError, ValueError) as error:
             raise _write_error(self._asked, error) from error
+        except BaseException:
+            self._discard()
+            raise
         return self
+
+    def _make_partial(self) -> None:
+        """A fresh folder beside the target, named after it, this process and a serial number."""
+        name = f".{self._target.name}.partial-{os.getpid()}"
+        while True:
+            # Noted before it is made, so that an interrupt right after finds it
+            self._folder = self._target.with_name(f"{name}-{next(_serial)}")
+            try:
+                self._folder.mkdir()
+            except FileExistsError:
+                # Of a killed process that had this process's number
+                continue
+            return
+
+    def _discard(self) -> None:
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
 
     def __exit__(
         self,
@@ -77,9 +98,7 @@ class PlanWriter:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
-            self._folder = None
+        self._discard()
         # Whoever writes into the folder need not know how to say that the disk is full
         if isinstance(error, OSError) and error.errno in _NO_ROOM:
             raise _write_error(self._asked, error) from error
@@ -272,18 +291,6 @@ def _check_complete(folder: Path, plan: ExecutionPlan) -> None:
 
 
 _serial = itertools.count()
-
-
-def _make_partial(target: Path) -> Path:
-    """A fresh folder beside ``target``, named after it, this process and a serial number."""
-    while True:
-        folder = target.with_name(f".{target.name}.partial-{os.getpid()}-{next(_serial)}")
-        try:
-            folder.mkdir()
-        except FileExistsError:
-            # Of a killed process that had this process's number
-            continue
-        return folder
 
 
 def _put_in_place(folder: Path, target: Path) -> None:

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import re
 import signal
 import subprocess
@@ -301,7 +302,11 @@ def test_an_interrupted_compile_leaves_nothing(
     process = subprocess.Popen(
         [PLAN_COMMAND, "compile", tiny_model, "--device", "oneplus12", "--prompts", prompts],
         cwd=work,
-        env={"FULCRUM_CACHE": str(tmp_path / "cache"), "PATH": "/usr/bin:/bin"},
+        env={
+            "FULCRUM_CACHE": str(tmp_path / "cache"),
+            "PATH": "/usr/bin:/bin",
+            "PYTHONPATH": os.environ.get("PYTHONPATH", ""),
+        },
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
