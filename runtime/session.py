@@ -13,6 +13,7 @@ import msgspec
 from profiles.errors import FulcrumError, IncompatibleError, InputError
 from profiles.measure import cpu_description, usable_cores
 from runtime.cycle import Decoding, commit_width
+from runtime.graph_checks import check_graphs, reported_failures
 from runtime.kv_cache import KvCache
 from runtime.plan import TOKENIZER_FILE, Cycle, ExecutionPlan
 from runtime.plan_folder import load_plan, map_tensors
@@ -58,6 +59,7 @@ class Session:
         self.folder, self.plan = load_plan(path)
         if not emulate:
             check_device(self.plan, Path(path))
+        check_graphs(self.folder, self.plan)
         plan = self.plan
         self.tokens = Tokens.from_files(self.folder / TOKENIZER_FILE, plan.model.tokenizer)
         self._target = Target(
@@ -144,7 +146,8 @@ class Session:
         self._check_request(prompt, max_new_tokens, cycle)
         self._busy = True
         try:
-            yield from self._decode(prompt, max_new_tokens, sampling, cycle)
+            with reported_failures(self.folder):
+                yield from self._decode(prompt, max_new_tokens, sampling, cycle)
         finally:
             self._busy = False
 
