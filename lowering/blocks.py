@@ -42,6 +42,13 @@ class Blocks(msgspec.Struct, frozen=True):
         """The step that stands for zero."""
         return 1 << (self.bits - 1)
 
+    @property
+    def finite(self) -> bool:
+        """No scale and no offset is infinite or NaN."""
+        with np.errstate(over="ignore", invalid="ignore"):
+            total = self.scale.sum() + (0 if self.offset is None else self.offset.sum())
+        return bool(np.isfinite(total))
+
     def packed_steps(self) -> Array:
         """[out, in / size, size * bits / 8] uint8, the lower half-byte first."""
         out, features = self.steps.shape

@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib.util
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Protocol
@@ -120,7 +121,8 @@ def open_model(name_or_path: str) -> ModelSource:
     """
     if name_or_path in BUNDLED:
         return _open_gguf(bundled_path(name_or_path), name_or_path)
-    path = Path(name_or_path).expanduser()
+    # pathlib's own raises for a user that does not exist
+    path = Path(os.path.expanduser(name_or_path))
     if path.is_dir():
         # imported late: each reader pulls in its own file library
         from lowering.safetensors_source import SafetensorsSource

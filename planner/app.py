@@ -43,6 +43,7 @@ from planner.options import (
 )
 from planner.terminal import Terminal
 from profiles.errors import InputError
+from runtime.plan import FORMAT
 
 app = typer.Typer(
     add_completion=False,
@@ -52,8 +53,27 @@ app = typer.Typer(
 )
 
 
+def _tell_version(asked: bool) -> None:
+    if asked:
+        # Late: it looks through the installed packages
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            typer.echo(f"plan {version('fulcrum-plan')}, plan format {FORMAT}")
+        except PackageNotFoundError:
+            typer.echo(f"plan, not installed, plan format {FORMAT}")
+        raise Exit
+
+
 @app.callback()
-def describe() -> None:
+def describe(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_tell_version, is_eager=True, help="Say which version this is."
+        ),
+    ] = False,
+) -> None:
     """Plans speculative decoding ahead of time for one model on one device.
 
     \b

@@ -1,51 +1,66 @@
 """The ``plan`` command: runs ``planner.app`` and turns what stops it into one line and a code.
 
 Exit codes: 0 ok, 1 internal, 2 usage or bad input, 3 incompatible, 4 infeasible, 5 verification
-failed, 130 interrupted, 141 nobody reads stdout any more.
+failed, 130 interrupted, 143 told to end, 129 its terminal closed, 141 nobody reads stdout any more.
 """
 
+# What takes time to load is imported late, so that an interrupt meanwhile is reported as such
+import errno
 import os
-import signal
 import sys
-import threading
-import traceback
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
-from io import TextIOWrapper
-from types import FrameType
 
-from planner.terminal import Terminal
-from profiles.errors import FulcrumError
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 INTERNAL = 1
-INTERRUPTED = 130
-"""As a shell reports a program that SIGINT ended."""
+BAD_INPUT = 2
 CLOSED_PIPE = 141
 """As a shell reports a program that SIGPIPE ended."""
+SIGNALLED = 128
+"""Added to a signal's number, as a shell reports a program that the signal ended."""
+_NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS})
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: "Sequence[str] | None" = None) -> int:
     """Run the command line; the exit code."""
+    try:
+        return _main(sys.argv[1:] if arguments is None else arguments)
+    except KeyboardInterrupt:
+        # Before anything was there to catch it
+        return _fail("interrupted", SIGNALLED + 2)
+
+
+def _main(arguments: "Sequence[str]") -> int:
+    from io import TextIOWrapper
+
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             # A terminal without Unicode shows a question mark rather than nothing
             stream.reconfigure(errors="replace")
     try:
-        code = _guarded(sys.argv[1:] if arguments is None else arguments)
+        code = _guarded(arguments)
         sys.stdout.flush()
     except BrokenPipeError:
         # Python flushes stdout once more when it exits
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return CLOSED_PIPE
+    except OSError as error:
+        # The disk behind stdout is full: what is left in the buffer would fail again at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _fail(f"error: cannot write the result: {error.strerror}", BAD_INPUT)
     return code
 
 
-def _guarded(arguments: Sequence[str]) -> int:
+def _guarded(arguments: "Sequence[str]") -> int:
     """Run a command; whatever stops it becomes one line on stderr and an exit code."""
+    from planner.signals import noted_signals
+    from planner.terminal import Terminal
+    from profiles.errors import FulcrumError
+
     terminal = Terminal()
-    with _noted_interrupts() as interrupts:
+    with noted_signals() as signals:
         try:
-            # Late, so that an interrupt while it loads is reported as such
             from planner.app import dispatch
 
             with terminal:
@@ -53,40 +68,28 @@ def _guarded(arguments: Sequence[str]) -> int:
         except BrokenPipeError:
             raise
         except KeyboardInterrupt:
-            return _fail("interrupted", INTERRUPTED)
+            return _stopped(signals)
         except Exception as error:
             # Extension modules turn an interrupt into errors of their own
-            if interrupts:
-                return _fail("interrupted", INTERRUPTED)
+            if signals:
+                return _stopped(signals)
+            if isinstance(error, OSError) and error.errno in _NO_ROOM:
+                where = "cannot write the result" if error.filename is None else error.filename
+                return _fail(f"error: {where}: {error.strerror}", BAD_INPUT)
             if isinstance(error, FulcrumError):
                 return _fail(f"error: {error}", error.exit_code)
             return _fail(_bug(error, terminal.verbose), INTERNAL)
 
 
-@contextmanager
-def _noted_interrupts() -> Generator[list[int]]:
-    """Signals that interrupted the block, which raise KeyboardInterrupt as ever."""
-    noted: list[int] = []
-
-    def note(number: int, frame: FrameType | None) -> None:
-        noted.append(number)
-        signal.default_int_handler(number, frame)
-
-    before = signal.getsignal(signal.SIGINT)
-    # A shell has what it runs in the background ignore the signal; other threads cannot hear it
-    main_thread = threading.current_thread() is threading.main_thread()
-    if before is signal.SIG_IGN or not main_thread:
-        yield noted
-        return
-    signal.signal(signal.SIGINT, note)
-    try:
-        yield noted
-    finally:
-        signal.signal(signal.SIGINT, before)
+def _stopped(signals: "Sequence[int]") -> int:
+    number = signals[0] if signals else 2
+    return _fail("interrupted" if number == 2 else "ended by a signal", SIGNALLED + number)
 
 
 def _bug(error: Exception, verbose: bool) -> str:
     if verbose:
+        import traceback
+
         traceback.print_exception(error)
     more = "" if verbose else "; -v shows where"
     return f"error: {type(error).__name__}: {error}; this is a bug in Fulcrum{more}"

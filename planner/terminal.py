@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import shutil
 import sys
 import tempfile
 import warnings
@@ -109,6 +110,10 @@ class Terminal:
             self._progress = None
         self._stage = ""
 
+    def width(self) -> int | None:
+        """Characters in a line of stdout; None where it is no terminal, so that nothing is cut."""
+        return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
     def result(self, text: str) -> None:
         """Write a result, ended by a line break, to stdout."""
         self.clear()
@@ -129,8 +134,12 @@ def write_file(path: Path, text: str) -> None:
     """Write a result to a file; a reader sees the old file or the new one, never half of it.
 
     Raises:
-        InputError: The file cannot be written.
+        InputError: The file cannot be written, or lies in a plan.
     """
+    # Late: it loads numpy
+    from runtime.plan_writer import check_outside_plans
+
+    check_outside_plans(path)
     temporary = ""
     try:
         handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)

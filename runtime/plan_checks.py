@@ -15,6 +15,7 @@ from runtime.model_spec import MAX_HEAD_DIM, MAX_ROPE_FACTOR, MIN_ROPE_FACTOR, M
 from runtime.plan import (
     ALIGNMENT_BYTES,
     PLAN_FILE,
+    SEAL_FILE,
     TOKENIZER_FILE,
     WEIGHTS_FILE,
     Artefact,
@@ -208,7 +209,7 @@ def _artefacts(plan: ExecutionPlan) -> Iterator[Fault]:
         if path != name:
             yield Fault(where, "file of another name", path, name)
     paths = [artefact.path for _, artefact in artefacts(plan)]
-    yield from _once("$", [*paths, PLAN_FILE])
+    yield from _once("$", [*paths, PLAN_FILE, SEAL_FILE])
 
 
 def _tensors(plan: ExecutionPlan) -> Iterator[Fault]:

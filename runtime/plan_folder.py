@@ -7,6 +7,8 @@ also reads one. ``docs/plan-format.md`` describes the folder for people.
 import glob
 import hashlib
 import os
+import re
+import reprlib
 import stat
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,6 +33,7 @@ __all__ = [
 ]
 
 _DTYPES = {TensorType.F32: np.dtype("<f4"), TensorType.U8: np.dtype("u1")}
+_SEAL = re.compile(rb"[0-9a-f]{64}  " + re.escape(PLAN_FILE.encode()) + rb"\n")
 _RESEAL = (
     f"{RECOMPILE}, or, to run it as it is, `sha256sum {PLAN_FILE} > {SEAL_FILE}` in the folder"
 )
@@ -148,12 +151,20 @@ def _read(folder: Path, relative: str, limit_bytes: int) -> bytes:
 def _check_seal(folder: Path, document: bytes) -> None:
     expected = seal(document)
     found = _read(folder, SEAL_FILE, len(expected))
+    if found != expected and not _SEAL.fullmatch(found):
+        raise IncompatibleError(
+            f"the seal of {PLAN_FILE} is damaged",
+            where=folder / SEAL_FILE,
+            found=reprlib.repr(found),
+            expected=f"{expected[:12].decode()}..., two spaces, {PLAN_FILE} and a line break",
+            hint=_RESEAL,
+        )
     if found != expected:
         raise IncompatibleError(
-            f"{PLAN_FILE} was changed after it was compiled",
+            f"{PLAN_FILE} or its seal {SEAL_FILE} was changed after the plan was compiled",
             where=folder / PLAN_FILE,
             found=f"SHA-256 {expected[:12].decode()}...",
-            expected=f"{found[:12].decode(errors='replace')!r}..., as {SEAL_FILE} says",
+            expected=f"{found[:12].decode()}..., as {SEAL_FILE} says",
             hint=_RESEAL,
         )
 

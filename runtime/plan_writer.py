@@ -63,12 +63,34 @@ class PlanWriter:
         try:
             # Through links, so that the plan behind one is replaced and the link stays
             self._target = Path(os.path.realpath(self._asked))
+            check_outside_plans(self._target)
             _clear_leftovers(self._target)
             _check_replaceable(self._target)
-            self._folder = _make_partial(self._target)
+            self._make_partial()
         except (OSError, ValueError) as error:
             raise _write_error(self._asked, error) from error
+        except BaseException:
+            self._discard()
+            raise
         return self
+
+    def _make_partial(self) -> None:
+        """A fresh folder beside the target, named after it, this process and a serial number."""
+        name = f".{self._target.name}.partial-{os.getpid()}"
+        while True:
+            # Noted before it is made, so that an interrupt right after finds it
+            self._folder = self._target.with_name(f"{name}-{next(_serial)}")
+            try:
+                self._folder.mkdir()
+            except FileExistsError:
+                # Of a killed process that had this process's number
+                continue
+            return
+
+    def _discard(self) -> None:
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
 
     def __exit__(
         self,
@@ -76,9 +98,7 @@ class PlanWriter:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
-            self._folder = None
+        self._discard()
         # Whoever writes into the folder need not know how to say that the disk is full
         if isinstance(error, OSError) and error.errno in _NO_ROOM:
             raise _write_error(self._asked, error) from error
@@ -205,6 +225,22 @@ class WeightsWriter:
         self._bytes += len(data)
 
 
+def check_outside_plans(path: str | os.PathLike[str]) -> None:
+    """Refuse to write ``path`` if it lies in a plan: a file of that plan might be replaced.
+
+    Raises:
+        InputError: A folder above ``path`` is a plan's.
+    """
+    for folder in Path(os.path.realpath(path)).parents:
+        if os.path.isfile(folder / PLAN_FILE) and os.path.isfile(folder / SEAL_FILE):
+            raise InputError(
+                "will not write into a plan",
+                where=path,
+                found=f"the plan {folder}",
+                hint="name another place with -o",
+            )
+
+
 def seal(document: bytes) -> bytes:
     """What ``plan.sha256`` holds beside this ``plan.json``: the output of ``sha256sum``."""
     return f"{hashlib.sha256(document).hexdigest()}  {PLAN_FILE}\n".encode()
@@ -255,18 +291,6 @@ def _check_complete(folder: Path, plan: ExecutionPlan) -> None:
 
 
 _serial = itertools.count()
-
-
-def _make_partial(target: Path) -> Path:
-    """A fresh folder beside ``target``, named after it, this process and a serial number."""
-    while True:
-        folder = target.with_name(f".{target.name}.partial-{os.getpid()}-{next(_serial)}")
-        try:
-            folder.mkdir()
-        except FileExistsError:
-            # Of a killed process that had this process's number
-            continue
-        return folder
 
 
 def _put_in_place(folder: Path, target: Path) -> None:

@@ -57,6 +57,7 @@ class Session:
         self.folder, self.plan = load_plan(path)
         if not emulate:
             check_device(self.plan, Path(path))
+        check_graphs(self.folder, self.plan)
         plan = self.plan
         self.tokens = Tokens.from_files(self.folder / TOKENIZER_FILE, plan.model.tokenizer)
         self._target = Target(
@@ -146,7 +147,8 @@ class Session:
         check_request(self.plan, prompt, request)
         self._busy = True
         try:
-            yield from self._decode(prompt, request)
+            with reported_failures(self.folder):
+                yield from self._decode(prompt, request)
         finally:
             self._busy = False
 

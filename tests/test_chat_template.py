@@ -1,14 +1,16 @@
 """Chat templates: what they are given, and what a hostile or broken one may not do."""
 
 import datetime
+import re
 import time
 
 import pytest
 from tokenizers import Tokenizer, models
+from hostile_templates import HARMLESS, REFUSED
 
 from lowering.source import open_model
 from profiles.errors import InputError
-from runtime import chat_template
+from runtime import chat_template, template_limits
 from runtime.chat_template import MAX_TEMPLATE_CHARS, render_chat
 
 CHAT_ML = (
@@ -248,6 +250,36 @@ def test_a_template_raises_with_its_own_words() -> None:
 )
 def test_a_broken_template_is_an_input_error(template: str) -> None:
     reason_of(template)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_hostile_template_is_refused_in_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template_limits, "MAX_SECONDS", 0.3)
+    start = time.process_time()
+    reason_of(REFUSED[name])
+    assert time.process_time() - start < 5
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_what_looks_hostile_and_is_harmless_tells_nothing(name: str) -> None:
+    text = render(HARMLESS[name])
+    assert not re.search(r"__|<class|<function|<module|Context", text)
+    assert len(text) < 100_000
+
+
+def test_a_template_that_works_slowly_is_stopped() -> None:
+    template = "{% set s = 'a' * 4000000 %}{% for i in range(90000) %}{% if 'b' in s %}{% endif %}"
+    start = time.process_time()
+    assert f"{template_limits.MAX_SECONDS:g} s" in reason_of(template + "{% endfor %}")
+    assert time.process_time() - start < 8
+
+
+def test_a_long_conversation_is_within_the_limits() -> None:
+    messages = [
+        {"role": "user" if i % 2 == 0 else "assistant", "content": "word " * 500}
+        for i in range(800)
+    ]
+    assert len(render(CHAT_ML, messages)) > 2_000_000
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import re
 import signal
 import subprocess
@@ -301,7 +302,11 @@ def test_an_interrupted_compile_leaves_nothing(
     process = subprocess.Popen(
         [PLAN_COMMAND, "compile", tiny_model, "--device", "oneplus12", "--prompts", prompts],
         cwd=work,
-        env={"FULCRUM_CACHE": str(tmp_path / "cache"), "PATH": "/usr/bin:/bin"},
+        env={
+            "FULCRUM_CACHE": str(tmp_path / "cache"),
+            "PATH": "/usr/bin:/bin",
+            "PYTHONPATH": os.environ.get("PYTHONPATH", ""),
+        },
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -391,6 +396,37 @@ def test_a_written_view_is_the_printed_one(plan: Plan, compiled: Compiled) -> No
         assert plan("inspect", folder, "--format", view, "-o", "view").err == "wrote view\n"
         assert Path("view").read_text() == printed.out
     check_refusal(plan("inspect", folder, "-o", "none/view"), 2, "none/view")
+
+
+def test_nothing_is_written_into_a_plan(plan: Plan, tmp_path: Path) -> None:
+    folder = tmp_path / "sample.plan"
+    write_sample_folder(folder)
+    before = {file.name: file.read_bytes() for file in folder.iterdir()}
+    (tmp_path / "link").symlink_to(folder)
+    for place in (folder / "plan.json", folder / "new.svg", tmp_path / "link" / "weights.bin"):
+        check_refusal(plan("inspect", folder, "-o", place), 2, "into a plan", "-o")
+        check_refusal(plan("explain", folder, "-o", place), 2, "into a plan")
+        check_refusal(plan("profile", "oneplus12", "-o", place), 2, "into a plan")
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
+
+
+def test_a_pipe_gets_every_column_of_the_devices(plan: Plan, monkeypatch: Any) -> None:
+    long = msgspec.structs.replace(load_profile("oneplus12"), soc="x" * 36, name="y" * 80)
+    monkeypatch.setattr("planner.host_profile.cached_host_profile", lambda: long)
+    lines = plan("devices").out.splitlines()
+    assert lines[0].split()[-1] == "assumed"
+    assert next(line for line in lines if line.startswith("y")).split()[-1] == "9"
+
+
+def test_the_version_is_told(plan: Plan) -> None:
+    outcome = plan("--version")
+    assert (outcome.code, outcome.err) == (0, "")
+    assert re.fullmatch(r"plan \S+, plan format 1\.\d+\n", outcome.out)
+
+
+def test_a_home_that_nobody_has_is_a_missing_file(plan: Plan) -> None:
+    check_refusal(plan("compile", "~nobody-has-this/m", "--device", "oneplus12"), 2, "no such")
+    check_refusal(plan("run", "x.plan", "--prompt", "@~nobody-has-this/p"), 2, "~nobody-has-this")
 
 
 def test_a_bug_is_one_line_and_a_traceback_on_demand(

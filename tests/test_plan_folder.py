@@ -33,6 +33,7 @@ from runtime.plan_document import decode_plan, encode_plan
 from runtime.plan_folder import check_artefact, load_plan, map_tensors, read_plan
 
 ROOT = Path(__file__).parents[1]
+CHANGED = "plan.json or its seal plan.sha256 was changed after the plan was compiled"
 DOCUMENT = encode_plan(sample_plan())
 SEALED = ("plan.json", "plan.sha256")
 ARTEFACTS = (LAYERS_GRAPH, HEAD_GRAPH, "tokenizer.json", "weights.bin")
@@ -306,6 +307,7 @@ INCONSISTENT: list[tuple[str, object, str]] = [
     ("$.tokenizer.path", "npu/tokenizer.json", ""),
     ("$.graphs[1].artefact.path", "layers.onnx", "$"),
     ("$.graphs[1].artefact.path", "plan.json", "$"),
+    ("$.graphs[1].artefact.path", "plan.sha256", "$"),
     ("$.graphs[1].tensors[1]", "embedding", ""),
     ("$.graphs[1].kind", "layers", "$.graphs"),
     ("$.graphs", [], ""),
@@ -486,12 +488,21 @@ def test_a_changed_byte_in_the_seal_is_noticed(folder: Path) -> None:
             broken = bytearray(seal)
             broken[position] ^= 1 << bit
             (folder / "plan.sha256").write_bytes(broken)
-            with pytest.raises(IncompatibleError, match="changed after it was compiled"):
+            words = f"plan.sha256: the seal of plan.json is damaged|{CHANGED}"
+            with pytest.raises(IncompatibleError, match=words):
                 read_plan(folder)
     for other in (b"", seal[:-1], seal + b"\n", seal * 1000):
         (folder / "plan.sha256").write_bytes(other)
         with pytest.raises(IncompatibleError):
             read_plan(folder)
+
+
+def test_a_seal_that_is_none_is_blamed_itself(folder: Path) -> None:
+    (folder / "plan.sha256").write_bytes(b"\x00garbage")
+    with pytest.raises(IncompatibleError) as caught:
+        read_plan(folder)
+    assert caught.value.where == folder / "plan.sha256"
+    assert "the seal of plan.json is damaged" in str(caught.value)
 
 
 def test_an_edited_document_is_refused_until_it_is_sealed(folder: Path) -> None:
@@ -501,7 +512,7 @@ def test_an_edited_document_is_refused_until_it_is_sealed(folder: Path) -> None:
         read_plan(folder)
     assert caught.value.exit_code == 3
     assert caught.value.where == folder / "plan.json"
-    assert "plan.json was changed after it was compiled" in str(caught.value)
+    assert CHANGED in str(caught.value)
     assert "plan compile" in str(caught.value)
     assert "`sha256sum plan.json > plan.sha256`" in str(caught.value)
     write_document(folder, edited)

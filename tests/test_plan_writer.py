@@ -275,6 +275,15 @@ def test_what_is_no_plan_is_refused_and_not_touched(
     assert contents(tmp_path) == before
 
 
+def test_a_plan_is_not_written_into_another(tmp_path: Path) -> None:
+    write_sample_folder(tmp_path / "one.plan")
+    before = sorted((tmp_path / "one.plan").rglob("*"))
+    for target in ("one.plan/two.plan", "one.plan/npu/two.plan"):
+        with pytest.raises(InputError, match="into a plan"), PlanWriter(tmp_path / target):
+            pass
+    assert sorted((tmp_path / "one.plan").rglob("*")) == before
+
+
 def test_what_appears_at_the_target_meanwhile_is_not_touched(tmp_path: Path) -> None:
     with PlanWriter(tmp_path / "out") as writer:
         write_sample_files(writer)

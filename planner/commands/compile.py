@@ -1,5 +1,6 @@
 """``plan compile``: makes a plan and says in a few lines what it decided."""
 
+import os
 import re
 from pathlib import Path
 
@@ -73,7 +74,8 @@ def default_output(model: str, device: str) -> Path:
 
 
 def _short_name(name: str) -> str:
-    path = Path(name).expanduser()
+    # pathlib's own raises for a user that does not exist
+    path = Path(os.path.expanduser(name))
     last = path.resolve().name if path.exists() else path.name
     for ending in (".gguf", ".toml"):
         last = last.removesuffix(ending)

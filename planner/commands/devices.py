@@ -47,7 +47,7 @@ def list_devices(terminal: Terminal, as_json: bool) -> None:
         return
     header = ("device", "chip", "processors", "flash", "measured", "paper", "derived", "assumed")
     rows = [header, *(_row(profile) for profile in profiles)]
-    text = "\n".join(columns(rows, left=3, indent=0))
+    text = "\n".join(columns(rows, left=3, indent=0, room=terminal.width()))
     if host is None:
         text += "\n\nhost: not measured yet; `plan profile host` does it, or the first compile"
     terminal.result(text + "\n\nThe last four columns count numbers by where they come from.")

@@ -1,5 +1,6 @@
 """``plan run``: generates text with a plan, then says what it did and how long it took."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -89,7 +90,9 @@ def read_prompt(prompt: str) -> str:
         if prompt == "-":
             return sys.stdin.read().removesuffix("\n")
         if prompt.startswith("@"):
-            return Path(prompt[1:]).expanduser().read_text(encoding="utf-8").removesuffix("\n")
+            return (
+                Path(os.path.expanduser(prompt[1:])).read_text(encoding="utf-8").removesuffix("\n")
+            )
     except OSError as error:
         hint = "use - to read stdin" if prompt == "@" else None
         raise InputError(

@@ -1,5 +1,6 @@
 """A plan as text: aligned columns, at most 100 wide, for a terminal or a log."""
 
+import sys
 import textwrap
 from collections.abc import Sequence
 
@@ -153,14 +154,17 @@ def _bucket_table(figures: Sequence[BucketFigures]) -> list[str]:
     return columns(rows, left=2)
 
 
-def columns(rows: Sequence[Sequence[str]], *, left: int, indent: int = 2) -> list[str]:
+def columns(
+    rows: Sequence[Sequence[str]], *, left: int, indent: int = 2, room: int | None = COLUMNS
+) -> list[str]:
     """Rows with aligned columns: the first ``left`` flush left, the others flush right.
 
-    A table that would be too wide loses space between columns, then the end of its lines.
+    A table wider than ``room`` (None: no limit) loses space between columns, then the end of its
+    lines.
     """
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
-    room = COLUMNS - indent - sum(widths)
-    space = " " * min(2, max(1, room // max(1, len(widths) - 1)))
+    spare = (room or sys.maxsize) - indent - sum(widths)
+    space = " " * min(2, max(1, spare // max(1, len(widths) - 1)))
     lines: list[str] = []
     for row in rows:
         cells = [
@@ -168,7 +172,7 @@ def columns(rows: Sequence[Sequence[str]], *, left: int, indent: int = 2) -> lis
             for number, (cell, width) in enumerate(zip(row, widths, strict=True))
         ]
         line = (" " * indent + space.join(cells)).rstrip()
-        lines.append(line if len(line) <= COLUMNS else line[: COLUMNS - 1] + "…")
+        lines.append(line if room is None or len(line) <= room else line[: room - 1] + "…")
     return lines
 
 
