@@ -13,8 +13,10 @@ from typing import Any
 
 import pytest
 from compiled_models import Recipe
-from test_cli import SKIPPING, Compiled, Plan, check_refusal, plan  # noqa: F401
+from test_cli import SKIPPING, Compiled, Plan, check_refusal, plan, prompt_file  # noqa: F401
+from tiny_models import GQA, write_hf_folder
 
+from runtime.plan_folder import read_plan
 from runtime.session import Session, load
 
 PLAN_COMMAND = Path(sys.executable).parent / "plan"
@@ -55,6 +57,24 @@ def test_every_finish_reason_is_told(compiled: Compiled, plan: Plan) -> None:  #
     data = plan(*request, 500, "--ignore-eos").data
     assert data["finish_reason"] == "context"
     assert data["prompt_tokens"] + data["new_tokens"] == 256
+
+
+def test_a_plan_for_the_models_whole_context_serves_it_and_counts_its_memory(
+    plan: Plan,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    model, prompts = write_hf_folder(tmp_path / "tiny"), prompt_file(tmp_path / "six.jsonl", 6)
+    request = ("compile", model, "--device", "oneplus12", "--prompts", prompts, "--context")
+    most = GQA.max_context
+    check_refusal(plan(*request, most + 1), 2, str(most))
+    assert plan(*request, most, "-o", "long.plan").code == 0
+    long = read_plan(Path("long.plan"))
+    assert long.memory.kv_bytes == most * long.kv.bytes_per_token
+    answer = ("--emulate", "--json", "--ignore-eos", "--max-new-tokens", most)
+    data = plan("run", "long.plan", "--no-chat", "--prompt", "for " * 400, *answer).data
+    assert data["prompt_tokens"] > 300
+    assert data["finish_reason"] == "context"
+    assert data["prompt_tokens"] + data["new_tokens"] == most
 
 
 def test_a_prompt_that_is_not_given_is_read_from_a_pipe(
@@ -168,11 +188,13 @@ def _own_terminal() -> None:
 
 
 def wait_for(terminal: int, done: Callable[[str], bool], typing: bytes = b"") -> str:
-    """What a terminal shows until ``done``, ``typing`` again and again; fails after a minute."""
+    """What a terminal shows until ``done``; ``typing`` again each second; fails after a minute."""
     seen, deadline = b"", time.monotonic() + 60
+    os.write(terminal, typing)
     while not done(plain := seen.decode(errors="replace").replace("\x1b[?2004h", "")):
         assert time.monotonic() < deadline, plain
-        os.write(terminal, typing)
         if select.select([terminal], [], [], 1)[0]:
             seen += os.read(terminal, 4096)
+        else:
+            os.write(terminal, typing)
     return plain

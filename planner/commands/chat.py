@@ -24,34 +24,51 @@ def converse(terminal: Terminal, session: Session, system: str | None, options: 
         )
     terminal.remark(f"Ctrl-C stops an answer, {FORGET} forgets the conversation, Ctrl-D ends it.")
     messages: list[Message] = []
-    while (line := _ask()) is not None:
-        if line.strip() == FORGET:
-            messages.clear()
-        elif line.strip():
-            messages.append({"role": "user", "content": line})
-            try:
-                answer = _answer(terminal, session, messages, system, options)
-            except InputError as error:
-                more = f"; {FORGET} forgets the conversation" if len(messages) > 1 else ""
-                terminal.remark(f"error: {error}{more}")
-                answer = ""
-            if answer:
-                messages.append({"role": "assistant", "content": answer})
-            else:
-                messages.pop()
+    interrupted = False
+    while True:
+        # All within, since impatient users interrupt more than once
+        try:
+            if interrupted:
+                interrupted = False
+                sys.stderr.write("\n")
+            line = _ask()
+            if line is None:
+                return
+            if line.strip() == FORGET:
+                messages = []
+            elif line.strip():
+                messages = _turn(terminal, session, messages, line, system, options)
+        except KeyboardInterrupt:
+            interrupted = True
 
 
 def _ask() -> str | None:
-    """The next line; None at the end of the input. An interrupt begins the line anew."""
-    while True:
-        try:
-            # Else the prompt would get into the file that the answers go to
-            return input("> " if sys.stdout.isatty() else "")
-        except EOFError:
-            sys.stderr.write("\n")
-            return None
-        except KeyboardInterrupt:
-            sys.stderr.write("\n")
+    """The next line; None at the end of the input."""
+    try:
+        # Else the prompt would get into the file that the answers go to
+        return input("> " if sys.stdout.isatty() else "")
+    except EOFError:
+        sys.stderr.write("\n")
+        return None
+
+
+def _turn(
+    terminal: Terminal,
+    session: Session,
+    before: list[Message],
+    line: str,
+    system: str | None,
+    options: Options,
+) -> list[Message]:
+    """The conversation after ``line`` was answered; as before if nothing was said."""
+    messages: list[Message] = [*before, {"role": "user", "content": line}]
+    try:
+        answer = _answer(terminal, session, messages, system, options)
+    except InputError as error:
+        more = f"; {FORGET} forgets the conversation" if before else ""
+        terminal.remark(f"error: {error}{more}")
+        return before
+    return [*messages, {"role": "assistant", "content": answer}] if answer else before
 
 
 def _answer(
