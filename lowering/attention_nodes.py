@@ -16,6 +16,7 @@ from lowering.onnx_nodes import CONTRIB, Nodes
 from lowering.template import Template
 from runtime.model_spec import ModelSpec
 
+
 def biased(g: Nodes, qkv: str, layer: str, spec: ModelSpec) -> str:
     """``qkv`` with its bias, where the model has one."""
     return g("Add", qkv, f"{layer}.qkv_bias") if spec.qkv_bias else qkv
@@ -108,5 +109,3 @@ def prologue(g: Nodes) -> str:
     g.named("mask_rows", "Unsqueeze", "mask", "mask_axes")
     shape = g("Concat", "one_kv", width, "one_head_dim", axis=0)
     return g("ConstantOfShape", shape)
-
-

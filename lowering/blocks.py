@@ -85,8 +85,7 @@ def stacked(parts: Sequence[Blocks]) -> Blocks:
 
 def from_floats(weight: Array, bits: int) -> Blocks:
     """``weight`` [out, in] rounded to ``bits``: 4 between each block's ends, 8 around zero."""
-    out, features = weight.shape
-    blocks = weight.reshape(out, -1, FLOAT_BLOCK)
+    blocks = weight.reshape(len(weight), -1, FLOAT_BLOCK)
     if bits == 8:
         scale = np.abs(blocks).max(-1) / 127
         return Blocks(8, FLOAT_BLOCK, _rounded(blocks, scale, 128, 255), scale, None)

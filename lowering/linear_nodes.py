@@ -1,6 +1,6 @@
-"""What a sub-layer does besides attending, as ONNX nodes: products with weights, norm, activation."""
+"""ONNX nodes of a sub-layer apart from attention: products with weights, norm, activation."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -9,6 +9,7 @@ from lowering.onnx_nodes import CONTRIB, Constant, Nodes
 from lowering.quantize import SMALLEST_ROW, STEPS, ZERO_POINT
 from profiles.words import Format
 from runtime.model_spec import ModelSpec
+from runtime.plan import TensorRef
 
 if TYPE_CHECKING:
     from lowering.template import Template
@@ -104,7 +105,7 @@ def product(g: Nodes, x: str, prefix: str, parts: Sequence[str], t: "Template") 
     for first in range(len(parts), 0, -1):
         name = product_name(prefix, parts[:first])
         if name in t.tensors:
-            y = block_linear(g, x, block_matrix(t, name))
+            y = block_linear(g, x, block_matrix(t.spec, t.tensors, name))
             rest = parts[first:]
             return g("Concat", y, product(g, x, prefix, rest, t), axis=-1) if rest else y
     raise KeyError(whole)
@@ -116,14 +117,19 @@ def product_name(prefix: str, parts: Iterable[str]) -> str:
     return prefix + ("" if all(len(part) == 1 for part in short) else "_").join(short)
 
 
-def block_matrix(t: "Template", name: str) -> BlockMatrix:
+def block_matrix(spec: ModelSpec, tensors: Mapping[str, TensorRef], name: str) -> BlockMatrix:
     """The stored matrix ``name`` [n, blocks, bytes of a block]."""
     short = name.rpartition(".")[2]
-    spec = t.spec
     k = {"o": spec.heads * spec.head_dim, "down": spec.intermediate}.get(short, spec.hidden)
-    n, blocks, size_bytes = t.tensors[name].shape
+    n, blocks, size_bytes = tensors[name].shape
     size = k // blocks
-    return BlockMatrix(name, k, n, 8 * size_bytes // size, size, f"{name}.offset" in t.tensors)
+    return BlockMatrix(name, k, n, 8 * size_bytes // size, size, f"{name}.offset" in tensors)
+
+
+def block_matrices(spec: ModelSpec, tensors: Iterable[TensorRef]) -> list[BlockMatrix]:
+    """All matrices of a plan that are stored in blocks."""
+    by_name = {tensor.name: tensor for tensor in tensors}
+    return [block_matrix(spec, by_name, n) for n, t in by_name.items() if len(t.shape) == 3]
 
 
 def norm(g: Nodes, x: str, weight: str, spec: ModelSpec) -> str:
@@ -135,5 +141,3 @@ def gated(g: Nodes, both: str) -> str:
     """``both`` [w, 2 n], gate before up -> silu(gate) * up [w, n]."""
     gate, up = g.many("Split", 2, both, axis=-1, num_outputs=2)
     return g("Mul", g("Mul", gate, g("Sigmoid", gate)), up)
-
-

@@ -69,7 +69,7 @@ def layers_graph(
     inputs = [
         tensor_info("hidden", ["w", spec.hidden]),
         tensor_info("positions", [1, "w"], TensorProto.INT64),
-        *([tensor_info("mask", ["w", "slots"])] if exact else _slot_counts()),
+        *([tensor_info("mask", ["w", "slots"])] if exact else slot_counts()),
     ]
     outputs = [tensor_info("hidden_out", ["w", spec.hidden])]
     x = "hidden"
@@ -91,7 +91,8 @@ def layers_graph(
     return onnx_model("layers", g, inputs, outputs, t.initializers(), tensors)
 
 
-def _slot_counts() -> list[Any]:
+def slot_counts() -> list[Any]:
+    """Inputs of fused attention that say which slots of the cache are filled."""
     return [
         tensor_info("last_slot", [1], TensorProto.INT32),
         tensor_info("slots", [], TensorProto.INT32),
@@ -110,5 +111,3 @@ def head_graph(spec: ModelSpec, fmt: Format, tensors: Sequence[TensorRef]) -> on
     return onnx_model(
         "head", g, inputs, [tensor_info("logits", ["w", spec.vocab])], constants, tensors
     )
-
-

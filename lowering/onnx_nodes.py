@@ -42,6 +42,13 @@ class Nodes:
         """A node whose output name is given, to be seen from subgraphs or outside."""
         self.nodes.append(helper.make_node(op, list(inputs), [output], name=output, **attributes))
 
+    def rename(self, value: str, name: str) -> None:
+        """Call an output of the latest nodes ``name``, to be seen from outside without a copy."""
+        for node in reversed(self.nodes):
+            if value in node.output:
+                node.output[list(node.output).index(value)] = name
+                return
+
 
 def tensor_info(name: str, shape: Sequence[str | int], kind: int = TensorProto.FLOAT) -> Any:
     """The declaration of an input or output; dimensions are numbers or names."""

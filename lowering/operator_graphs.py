@@ -13,19 +13,26 @@ import msgspec
 import numpy as np
 from onnx import TensorProto, numpy_helper
 
+from lowering.attention_nodes import fused
 from lowering.flash_image import rotary_tables
-from lowering.attention_nodes import attend, fused, prologue, split_heads
-from lowering.linear_nodes import gated, linear, linear_constants, norm
+from lowering.linear_nodes import (
+    OFFSET_BLOCK,
+    BlockMatrix,
+    block_linear,
+    gated,
+    linear,
+    linear_constants,
+    norm,
+)
+from lowering.onnx_graphs import slot_counts
 from lowering.onnx_nodes import Nodes, onnx_model, switch, tensor_info
 from lowering.quantize import ZERO_POINT
+from lowering.template import Template
 from profiles.points import AttentionShape, GlueShape, LinearShape
-from profiles.words import Format
+from profiles.words import AttentionKernel, Format
 from runtime.model_spec import ModelSpec, RopeSpec, TokenizerSpec
 
 Array = np.ndarray[Any, Any]
-
-VALUE_STEPS = 2.0**17
-"""Grid steps per unit of value; 16 units still fit ``VALUE_BITS``."""
 
 INTERMEDIATE_PER_HIDDEN = 8 / 3
 """Width of a gated MLP that has as many weights as a plain one of four times the hidden size."""
@@ -43,6 +50,8 @@ class OperatorGraph(msgspec.Struct, frozen=True):
 def linear_graph(shape: LinearShape, fmt: Format, repeats: int) -> OperatorGraph:
     """Products ``x.i`` [w, k] times constant weights ``w.i`` -> ``y.i`` [w, n]."""
     g, constants = Nodes("linear"), dict(linear_constants(fmt))
+    if fmt in (Format.W4, Format.W8):
+        return _block_linear_graph(shape, 4 if fmt is Format.W4 else 8, repeats)
     for i, matrix in enumerate(_matrices(shape, fmt, repeats)):
         constants[f"w.{i}"] = matrix
         if fmt is not Format.F32:
@@ -55,37 +64,50 @@ def linear_graph(shape: LinearShape, fmt: Format, repeats: int) -> OperatorGraph
     return _graph(g, inputs, outputs, constants, repeats)
 
 
+def _block_linear_graph(shape: LinearShape, bits: int, repeats: int) -> OperatorGraph:
+    """The same with weights in blocks; 4-bit ones have an offset, as in most files."""
+    g, constants = Nodes("linear"), dict(linear_constants(Format.W4))
+    blocks = shape.k // OFFSET_BLOCK
+    steps = np.resize(
+        np.random.default_rng(0).integers(0, 256, 65_521, np.uint8),
+        (repeats, shape.n, blocks, OFFSET_BLOCK * bits // 8),
+    )
+    for i in range(repeats):
+        constants[f"w.{i}"] = steps[i]
+        constants[f"w.{i}.scale"] = np.full(shape.n * blocks, 1 / math.sqrt(shape.k), np.float32)
+        if bits == 4:
+            constants[f"w.{i}.offset"] = np.full((blocks, shape.n), 0.01, np.float32)
+        matrix = BlockMatrix(f"w.{i}", shape.k, shape.n, bits, OFFSET_BLOCK, offset=bits == 4)
+        g.named(f"y.{i}", "Identity", block_linear(g, f"x.{i}", matrix))
+    inputs = [tensor_info(f"x.{i}", ["w", shape.k]) for i in range(repeats)]
+    outputs = [tensor_info(f"y.{i}", ["w", shape.n]) for i in range(repeats)]
+    return _graph(g, inputs, outputs, constants, repeats)
+
+
 def attention_graph(shape: AttentionShape, context: int, repeats: int) -> OperatorGraph:
     """Everything between the QKV product and the output product of ``repeats`` layers.
 
-    Inputs: ``qkv.i`` [w, (heads + 2 kv_heads) hd], ``key.i`` and ``value.i`` [kv_heads, t, hd],
-    ``hidden`` [w, heads hd] (only its width matters), ``positions`` [1, w] int64, ``mask``
-    [w, t + w]. Outputs: ``out.i`` [w, heads hd], ``new_key.i`` and ``new_value.i``
-    [kv_heads, w, hd]. Positions and t + w stay under ``context``.
+    Fused attention. Inputs: ``qkv.i`` [w, (heads + 2 kv_heads) hd], ``key.i`` and ``value.i``
+    [1, kv_heads, t, hd], to be bound as outputs ``new_key.i`` and ``new_value.i`` too,
+    ``positions`` [1, w] int64, ``slots`` and ``last_slot`` int32. Outputs besides: ``out.i``
+    [w, heads hd]. Positions and slots stay under ``context``.
     """
     spec = probe_spec(attention=shape, layers=repeats)
     kv, hd, q_dim = spec.kv_heads, spec.head_dim, spec.heads * spec.head_dim
-    t, g = Template(spec, Format.F32, context), Nodes("attention")
+    t = Template(spec, Format.F32, context, AttentionKernel.FUSED)
+    g = Nodes("attention")
     constants = t.constants | rotary_tables(spec, context)
-    prologue(g)
-    inputs = [
-        tensor_info("hidden", ["w", q_dim]),
-        tensor_info("positions", [1, "w"], TensorProto.INT64),
-        tensor_info("mask", ["w", "slots"]),
-    ]
+    inputs = [tensor_info("positions", [1, "w"], TensorProto.INT64), *slot_counts()]
     outputs: list[Any] = []
     for i in range(repeats):
-        layer = f"layers.{i}"
-        constants[f"{layer}.value_grid"] = np.full(spec.kv_dim, VALUE_STEPS, np.float32)
-        constants[f"{layer}.value_ungrid"] = np.full(q_dim, 1 / VALUE_STEPS, np.float32)
-        q, k, v = split_heads(g, f"qkv.{i}", layer, t)
-        g.named(f"out.{i}", "Identity", attend(g, q, k, v, i, t))
-        g.named(f"new_key.{i}", "Identity", k)
-        g.named(f"new_value.{i}", "Identity", v)
+        rows, k, v = fused(g, f"qkv.{i}", i, t)
+        g.named(f"out.{i}", "Identity", rows)
+        g.rename(k, f"new_key.{i}")
+        g.rename(v, f"new_value.{i}")
         inputs.append(tensor_info(f"qkv.{i}", ["w", q_dim + 2 * spec.kv_dim]))
-        inputs += [tensor_info(f"{kind}.{i}", [kv, "t", hd]) for kind in ("key", "value")]
+        inputs += [tensor_info(f"{kind}.{i}", [1, kv, "t", hd]) for kind in ("key", "value")]
         outputs.append(tensor_info(f"out.{i}", ["w", q_dim]))
-        outputs += [tensor_info(f"new_{kind}.{i}", [kv, "w", hd]) for kind in ("key", "value")]
+        outputs += [tensor_info(f"new_{kind}.{i}", [1, kv, "t", hd]) for kind in ("key", "value")]
     return _graph(g, inputs, outputs, constants, repeats)
 
 

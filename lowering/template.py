@@ -42,7 +42,9 @@ class Template:
         exact = attention is AttentionKernel.EXACT
         self.constants = self._exact(context) if exact else self._fused()
         if spec.qk_norm:
-            self.constants["shape_heads"] = np.array([-1, spec.heads + spec.kv_heads, spec.head_dim])
+            self.constants["shape_heads"] = np.array(
+                [-1, spec.heads + spec.kv_heads, spec.head_dim]
+            )
             self.constants["unit_norm"] = np.ones(spec.head_dim, np.float32)
         self.constants |= linear_constants(fmt)
 

@@ -7,7 +7,7 @@ import msgspec
 from lowering.emission import Emission
 from lowering.source import ModelSource
 from planner.calibrate import Calibration
-from planner.cycles import Option, decide, forecast
+from planner.cycles import MARGIN, Option, decide, forecast
 from planner.memory import kv_bytes_per_token
 from planner.pass_tables import NGRAM_US, PassTimes, best_chunk, cost_tables
 from planner.placement import Machine, PlacedPass
@@ -36,7 +36,8 @@ from runtime.plan import (
 )
 from runtime.sampling import GENERATOR
 
-GROWTH_TOKENS = 128
+GROWTH_TOKENS = 0
+"""Fused attention takes no longer over a cache of the whole context."""
 HYSTERESIS_TOKENS = 32
 PREFILL_CONTEXT = 256
 
@@ -151,7 +152,7 @@ def placements(
     rows = cycle.length + 1
     passes = [
         (PassKind.PREFILL, chunk, 1, times.committing(chunk, at, head_rows=1)),
-        (PassKind.AR, 1, 1, times.committing(1, at)),
+        (PassKind.AR, 1, 1, times.alone(at) if cycle.lone else times.committing(1, at)),
     ]
     if cycle.draft is not DraftSource.OFF:
         passes.append((PassKind.VERIFY, rows, rows, times.committing(rows, at)))
@@ -162,7 +163,7 @@ def placements(
         Placement(
             bucket=index,
             kind=kind,
-            width=width if kind is PassKind.DRAFT else times.padded(width),
+            width=width if kind is PassKind.DRAFT or cycle.lone else times.padded(width),
             context=at,
             spans=placed.spans,
             head_processor=placed.head_processor if kind is PassKind.DRAFT else head,
@@ -194,7 +195,8 @@ def energy(times: PassTimes, decided: Decided) -> float | None:
         cpu: times.cycle_us * (1 + option.cycle.length * bool(option.skipped))
     }
     rows = max(1, round(option.drafted) + 1)
-    passes: list[PlacedPass] = [times.committing(rows, at)]
+    alone = option.cycle.lone
+    passes: list[PlacedPass] = [times.alone(at) if alone else times.committing(rows, at)]
     if option.skipped:
         passes += [times.drafting(option.skipped, at)] * option.cycle.length
     for placed in passes:
@@ -218,7 +220,8 @@ def decisions(decided: Decided) -> tuple[Decision, ...]:
             [numbered(option, masks) for option in choice.ranked],
             choice.off,
             note=f"context {choice.range.start} to {choice.range.end}, priced at"
-            f" {choice.range.middle} tokens; speeds of the re-score split",
+            f" {choice.range.middle} tokens; speeds of the re-score split; off everywhere unless"
+            f" drafts gain {MARGIN:.0%} over all contexts",
         )
         for index, choice in enumerate(decided.choices)
     ]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from planner.modes import AR, SPEC, Mode, speculates
+from planner.modes import AR, SPEC, Mode, parse_mode, reference, speculates
 from planner.prompt_file import Prompt
 from runtime.session import Session
 from runtime.stats import Stats, per_second
@@ -63,7 +63,7 @@ class ModeFigures(msgspec.Struct, frozen=True, kw_only=True):
     peak_rss_bytes: int
     """Of the process so far, all modes together."""
     token_exact: bool
-    """The output was that of plain decoding, for every prompt and round."""
+    """The output was that of plain decoding in the same passes, for every prompt and round."""
 
 
 def measure(
@@ -105,14 +105,18 @@ def _decode(
     return done.token_ids, done.stats
 
 
-def figures(samples: Sequence[Sample], mode: str, comparable: bool) -> ModeFigures:
+def figures(
+    samples: Sequence[Sample], mode: str, comparable: bool, exact_as: str = AR
+) -> ModeFigures:
     """What ``mode`` did in ``samples``, which hold plain decoding of the same prompts too.
 
-    ``comparable`` says whether this machine is the plan's device.
+    ``comparable`` says whether this machine is the plan's device, ``exact_as`` the mode whose
+    output this one has to equal.
     """
     own = [s for s in samples if s.mode == mode]
     plain = {(s.prompt_id, s.round): s for s in samples if s.mode == AR}
     pairs = [(sample, plain[sample.prompt_id, sample.round]) for sample in own]
+    texts = {(s.prompt_id, s.round): s.token_ids for s in samples if s.mode == exact_as}
     rounds = 1 + max(sample.round for sample in own)
     ratios = _by_prompt((s.prompt_id, _ratio(_speed(s), _speed(p))) for s, p in pairs)
     rate = statistics.median(_by_prompt((s.prompt_id, _speed(s)) for s in own))
@@ -141,7 +145,7 @@ def figures(samples: Sequence[Sample], mode: str, comparable: bool) -> ModeFigur
         # Every plan keeps its weights in memory: streaming is not part of this format version
         flash_bytes_per_token=0.0,
         peak_rss_bytes=peak_rss_bytes(),
-        token_exact=all(s.token_ids == p.token_ids for s, p in pairs),
+        token_exact=all(s.token_ids == texts[s.prompt_id, s.round] for s in own),
     )
 
 
@@ -151,13 +155,14 @@ def bench_data(samples: Sequence[Sample], session: Session, comparable: bool) ->
     categories = sorted({sample.category for sample in samples})
     modes: dict[str, dict[str, object]] = {}
     for name in names:
+        how = comparable, reference(parse_mode(name, session.plan), session.plan)
         parts = {
             category: msgspec.to_builtins(
-                figures([s for s in samples if s.category == category], name, comparable)
+                figures([s for s in samples if s.category == category], name, *how)
             )
             for category in categories
         }
-        whole = msgspec.to_builtins(figures(samples, name, comparable))
+        whole = msgspec.to_builtins(figures(samples, name, *how))
         modes[name] = {**whole, "by_category": parts}
     headline = SPEC if SPEC in modes else names[-1]
     plan = session.plan

@@ -1,12 +1,13 @@
 """From a model and a device to a plan: emit, calibrate, decide, write."""
 
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
 
-from lowering.emission import Emission, emit
+from lowering.emission import Emission, emit, layer_tensors, serialized
+from lowering.onnx_graphs import layers_graph
 from lowering.source import ModelSource, open_model
 from planner.assemble import Decided, assemble
 from planner.cache import cache_folder
@@ -15,25 +16,27 @@ from planner.cycles import MARGIN
 from planner.host_profile import host_profile
 from planner.memory import check_budget, memory_need
 from planner.pass_tables import PassTimes
-from planner.placement import Assignment, Machine, Work, fits, place
+from planner.placement import Assignment, Machine, Work, fits, place, stored_wide
 from planner.prompt_file import Prompt, bundled_prompts
 from planner.quality import check_quality
 from planner.search import BucketChoice, Search, mean_speed, plain_speed
 from profiles.errors import InputError, UnsupportedError
 from profiles.measure import usable_cores
 from profiles.profile import DeviceProfile, load_profile
-from profiles.words import Format, SubLayerId
-from runtime.plan import ExecutionPlan
+from profiles.words import AttentionKernel, Format, SubLayerId
+from runtime.plan import Artefact, ExecutionPlan, Graph, GraphKind
 from runtime.plan_folder import PlanWriter, map_tensors
 from runtime.target import Target
 from runtime.tokens import Tokens
 
 HOST = "host"
 DEFAULT_CONTEXT = 4096
-TARGET_FORMATS = (Format.W8A16, Format.W8A8, Format.F32)
+TARGET_FORMATS = (Format.W8A16, Format.W8A8, Format.W4, Format.F32)
 PLACEMENT_WIDTHS = (1, 4, 8, 32)
 """Widths whose fastest placements are candidates for the target's."""
 PLACEMENT_CONTEXT = 256
+CALIBRATION_FILE = "calibration.onnx"
+"""A graph that is gone when the plan is finished."""
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -74,11 +77,14 @@ def compile_plan(request: Request, report: Report) -> ExecutionPlan:
         report("writing weights and graphs", 0, 1)
         emission = emit(source, request.target_format, context, writer)
         report("writing weights and graphs", 1, 1)
-        with closing(open_target(writer, source, emission)) as target:
+        need = memory_need(source.spec, request.target_format, context, emission.weights.bytes)
+        check_budget(need, budget)
+        with calibration_target(writer, source, request.target_format, context, emission) as target:
             calibration = open_calibration(request, source, target, context, report)
             quality = calibration.quality(source)
             check_quality(quality, request.target_format)
-            machine = Machine(profile, source.spec, request.target_format)
+            stored = stored_wide(source.spec, emission.tensors)
+            machine = Machine(profile, source.spec, request.target_format, stored)
             decided = decide(machine, calibration, context)
         plan = assemble(source, emission, decided, calibration, quality, need, budget, context)
         writer.commit(plan)
@@ -108,13 +114,37 @@ def choose_context(source: ModelSource, asked: int | None) -> int:
     return asked
 
 
-def open_target(writer: PlanWriter, source: ModelSource, emission: Emission) -> Target:
-    """The emitted model on this machine, with all its cores: numerics do not depend on them."""
-    return Target(
-        *(writer.folder, source.spec, emission.graphs),
+@contextmanager
+def calibration_target(
+    writer: PlanWriter, source: ModelSource, fmt: Format, context: int, emission: Emission
+) -> Generator[Target]:
+    """The emitted model on this machine, with all its cores: numerics do not depend on them.
+
+    With exact attention, so that many drafts share a pass; a plan's fused attention differs from it
+    by rounding alone.
+    """
+    tensors = layer_tensors(emission.tensors, AttentionKernel.EXACT)
+    model = layers_graph(source.spec, fmt, context, AttentionKernel.EXACT, tensors)
+    # Beside the weights, where onnxruntime looks for them
+    file = writer.folder / CALIBRATION_FILE
+    file.write_bytes(serialized(model))
+    layers = Graph(
+        GraphKind.LAYERS,
+        Artefact(CALIBRATION_FILE, file.stat().st_size, "0" * 64),
+        tuple(tensor.name for tensor in tensors),
+    )
+    head = [graph for graph in emission.graphs if graph.kind is GraphKind.HEAD]
+    target = Target(
+        *(writer.folder, source.spec, (layers, *head)),
         map_tensors(writer.folder, emission.weights, emission.tensors),
         threads=usable_cores(),
+        attention=AttentionKernel.EXACT,
     )
+    try:
+        yield target
+    finally:
+        target.close()
+        file.unlink()
 
 
 def open_calibration(

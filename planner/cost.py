@@ -42,6 +42,7 @@ _RUNS_IN = {
     Format.W8A16: (Format.W8A16, Format.F32),
     Format.W8A8: (Format.W8A8, Format.F32, Format.W8A16),
     Format.W4: (Format.W4, Format.F32, Format.W8A16),
+    Format.W8: (Format.W8, Format.F32, Format.W8A16),
 }
 """Formats in which weightless operators of a sub-layer may run: never coarser than its own."""
 

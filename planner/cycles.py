@@ -13,7 +13,7 @@ from planner.agreement import DepthCounts
 from planner.lookup import LookupOutcome
 from planner.pass_tables import NGRAM_US, PassTimes
 from profiles.words import SubLayerId
-from runtime.plan import OFF, Candidate, Cycle, Decision, DraftSource, Forecast
+from runtime.plan import ALONE, OFF, Candidate, Cycle, Decision, DraftSource, Forecast
 
 MARGIN = 0.05
 """What a draft has to promise over plain decoding: less is within the prediction's error."""
@@ -41,9 +41,16 @@ class Option(msgspec.Struct, frozen=True):
 
 
 def off_option(times: PassTimes, context: int) -> Option:
-    """Plain autoregressive decoding."""
+    """Plain autoregressive decoding in passes that agree with those that verify drafts."""
     us = times.cycle_us + times.committing(1, context).us
-    return Option("off", OFF, 1.0, 0.0, us)
+    return Option("off, beside drafts" if times.runs_alone else "off", OFF, 1.0, 0.0, us)
+
+
+def plain_option(times: PassTimes, context: int) -> Option:
+    """Plain autoregressive decoding at its fastest: what speculation has to beat."""
+    if not times.runs_alone:
+        return off_option(times, context)
+    return Option("off", ALONE, 1.0, 0.0, times.cycle_us + times.alone(context).us)
 
 
 def skip_option(

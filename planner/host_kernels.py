@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from lowering.emission import layer_tensors
 from lowering.flash_image import write_weights
 from lowering.onnx_graphs import head_graph, layers_graph
 from lowering.operator_graphs import (
@@ -25,14 +26,14 @@ from lowering.operator_graphs import (
 from lowering.source import PackedTensor, tensor_shapes
 from profiles.measure import Kernel, Stamp, measured
 from profiles.points import AttentionShape, GlueShape, LinearShape, Quantity, Shape
-from profiles.words import Format, Operator
+from profiles.words import AttentionKernel, Format, Operator
 from runtime.backends import open_session
 from runtime.kv_cache import KvCache
 from runtime.model_spec import ModelSpec
 from runtime.plan import WEIGHTS_FILE, Artefact, Graph, GraphKind, TensorRef
 from runtime.plan_writer import WeightsWriter
 from runtime.sampling import GREEDY, choose
-from runtime.target import Target, chain_mask
+from runtime.target import Target
 
 Array = np.ndarray[Any, Any]
 
@@ -71,7 +72,12 @@ CONTEXTS = (128, 512, 2048)
 GLUE = (GlueShape(576), GlueShape(2048))
 
 _LARGE_WEIGHTS = 2**24
-_DTYPES = {"tensor(float)": np.float32, "tensor(int64)": np.int64, "tensor(bool)": np.bool_}
+_DTYPES = {
+    "tensor(float)": np.float32,
+    "tensor(int64)": np.int64,
+    "tensor(int32)": np.int32,
+    "tensor(bool)": np.bool_,
+}
 
 
 class Timed(NamedTuple):
@@ -104,29 +110,31 @@ class OperatorSession:
         del self._session
 
     def _bind(self, width: int, context: int) -> Any:
-        sizes = {"w": width, "t": context, "slots": context + width}
+        sizes = {"w": width, "t": context}
         bound = self._session.io_binding()
         for place in self._session.get_inputs():
             array = self._array(place, sizes, "in")
             bound.bind_input(place.name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
         for place in self._session.get_outputs():
-            array = self._array(place, sizes, "out")
+            past = self._arrays.get((place.name.removeprefix("new_"), context))
+            array = self._array(place, sizes, "out") if past is None else past
             bound.bind_output(place.name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
         return bound
 
     def _array(self, place: Any, sizes: dict[str, int], side: str) -> Array:
         """One buffer for all repeats, as an arena gives; but every layer has a past of its own."""
         shape = tuple(sizes[size] if isinstance(size, str) else int(size) for size in place.shape)
-        own = place.name if place.name.startswith(("key.", "value.", "mask")) else side
-        key = (own, place.type, shape)
-        if key not in self._arrays:
-            context, width = sizes["t"], sizes["w"]
-            self._arrays[key] = (
-                chain_mask(width, width, context - width, context)
-                if own == "mask"
-                else _content(shape, np.dtype(_DTYPES[place.type]))
-            )
-        return self._arrays[key]
+        dtype = np.dtype(_DTYPES[place.type])
+        if place.name in ("slots", "last_slot"):
+            count = sizes["t"] - (place.name == "last_slot")
+            own, content = (place.name, sizes["t"]), np.full(shape, count, dtype)
+        elif place.name.startswith(("key.", "value.")):
+            own, content = (place.name, sizes["t"]), _content(shape, dtype)
+        else:
+            own, content = (side, place.type, shape), None
+        if own not in self._arrays:
+            self._arrays[own] = _content(shape, dtype) if content is None else content
+        return self._arrays[own]
 
 
 def _content(shape: Sequence[int], dtype: np.dtype[Any]) -> Array:
@@ -175,18 +183,18 @@ def _timed(
 
 
 def _linear(opened: _Open) -> Iterator[Timed]:
-    for fmt in (Format.W8A16, Format.F32, Format.W8A8):
+    for fmt in (Format.W8A16, Format.W4, Format.W8, Format.F32, Format.W8A8):
         for shape, repeats in LINEAR.items():
             if fmt is Format.F32 and shape.k * shape.n > _LARGE_WEIGHTS:
                 continue
             few = {Format.F32: 4, Format.W8A8: 2}.get(fmt, 1)
-            session = opened(linear_graph(shape, fmt, max(1, repeats // few)))
+            session = opened(linear_graph(shape, fmt, max(1, round(repeats / few))))
             for width in _linear_widths(shape, fmt):
                 yield _timed(session, Operator.LINEAR, fmt, shape, width)
 
 
 def _linear_widths(shape: LinearShape, fmt: Format) -> tuple[int, ...]:
-    if fmt is Format.F32:
+    if fmt in (Format.F32, Format.W8A8, Format.W8):
         return FEW_WIDTHS
     # large ones take long, and are bound by computing at width 32 already
     return WIDTHS if shape.k * shape.n < _LARGE_WEIGHTS else FEWER_WIDTHS[:-1]
@@ -277,14 +285,15 @@ def probe_target(spec: ModelSpec, threads: int, fmt: Format = Format.W8A16) -> G
         with WeightsWriter(folder / WEIGHTS_FILE) as writer:
             kept = _Kept(writer)
             refs = write_weights(_RandomSource(spec), fmt, context, kept)
+        fused = AttentionKernel.FUSED
         of_head = [ref for ref in refs if ref.name.startswith(("head", "final_norm"))]
-        of_layers = [ref for ref in refs if ref.name.startswith(("layers.", "rope."))]
+        of_layers = layer_tensors(refs, fused)
         emitted = (
-            (GraphKind.LAYERS, of_layers, layers_graph(spec, fmt, context, of_layers)),
+            (GraphKind.LAYERS, of_layers, layers_graph(spec, fmt, context, fused, of_layers)),
             (GraphKind.HEAD, of_head, head_graph(spec, fmt, of_head)),
         )
         graphs = [_written(folder, kind, used, model) for kind, used, model in emitted]
-        target = Target(folder, spec, graphs, kept.arrays, threads)
+        target = Target(folder, spec, graphs, kept.arrays, threads, fused)
         try:
             yield target
         finally:

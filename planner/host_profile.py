@@ -46,7 +46,7 @@ BLOCK_BYTES = (2**12, 2**16, 2**20, 2**22)
 BUSY_SPREAD = 0.25
 """Spread of a typical point above which the measurement is called disturbed."""
 
-METHOD = "operators of emitted graphs, repeated over distinct weights; method 1"
+METHOD = "operators of emitted graphs, repeated over distinct weights; method 2"
 """Told in every citation; a cached profile of another method is measured again."""
 
 _STORAGE_S = 3.0

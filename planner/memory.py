@@ -14,14 +14,20 @@ COPIES = 2
 MEBIBYTE = 1 << 20
 
 
-def memory_need(spec: ModelSpec, fmt: Format, context: int) -> MemoryNeed:
-    """Predicted peak of a resident plan with a full context."""
-    matrices = 2 * spec.hidden * (spec.heads * spec.head_dim + spec.kv_dim)
-    matrices += 3 * spec.hidden * spec.intermediate
-    table = spec.hidden * spec.vocab
-    weights = COPIES * (spec.layers * matrices + table) + table
+def memory_need(
+    spec: ModelSpec, fmt: Format, context: int, stored_bytes: int | None = None
+) -> MemoryNeed:
+    """Predicted peak of a resident plan with a full context.
+
+    ``stored_bytes`` are those of the weights file; where it is not written yet they are estimated.
+    """
+    if stored_bytes is None:
+        matrices = 2 * spec.hidden * (spec.heads * spec.head_dim + spec.kv_dim)
+        matrices += 3 * spec.hidden * spec.intermediate
+        table = spec.hidden * spec.vocab
+        stored_bytes = round((spec.layers * matrices + 2 * table) * WEIGHT_BYTES[fmt])
     return MemoryNeed(
-        weights_bytes=round(weights * WEIGHT_BYTES[fmt]),
+        weights_bytes=COPIES * stored_bytes,
         kv_bytes=context * kv_bytes_per_token(spec),
         interpreter_bytes=INTERPRETER_BYTES,
     )

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 import msgspec
 
 from profiles.errors import InputError, nearest
-from runtime.plan import OFF, Cycle, DraftSource, ExecutionPlan, PassKind
+from runtime.plan import ALONE, OFF, Cycle, DraftSource, ExecutionPlan, PassKind, runs_alone
 
 AR = "ar"
+OFF_MODE = "off"
 SPEC = "spec"
-_ALIASES = {"off": AR, "plan": SPEC}
-_EXAMPLES = (AR, SPEC, "chain4", "chain8", "ngram4", "ngram8")
+_ALIASES = {"plan": SPEC}
+_EXAMPLES = (AR, OFF_MODE, SPEC, "chain4", "chain8", "ngram4", "ngram8")
 _DRAFTED = re.compile(r"(chain|ngram)([1-9]\d{0,2})")
 _MAX_LENGTH = 63
 """The verify pass is one row wider, and tables of plans end at 64 rows."""
@@ -23,20 +24,25 @@ class Mode(msgspec.Struct, frozen=True):
     """A way to decode."""
 
     name: str
-    """``ar``, ``spec``, ``chainN`` or ``ngramN``, N being the drafted tokens."""
+    """``ar``, ``off``, ``spec``, ``chainN`` or ``ngramN``, N being the drafted tokens."""
     cycle: Cycle | None
     """None follows the plan's buckets."""
 
 
 def parse_mode(name: str, plan: ExecutionPlan) -> Mode:
-    """The mode called ``name``; ``off`` and ``plan`` are other words for ``ar`` and ``spec``.
+    """The mode called ``name``; ``plan`` is another word for ``spec``.
+
+    ``ar`` is plain decoding at its fastest, ``off`` the one that drafts are held to token by token;
+    they are the same where the plan has no pass of a single row.
 
     Raises:
         InputError: No such mode, or the plan has no skip mask to draft with.
     """
     known = _ALIASES.get(name.strip().lower(), name.strip().lower())
     if known == AR:
-        return Mode(AR, OFF)
+        return Mode(AR, plain(plan))
+    if known == OFF_MODE:
+        return Mode(OFF_MODE, OFF)
     if known == SPEC:
         return Mode(SPEC, None)
     match = _DRAFTED.fullmatch(known)
@@ -45,7 +51,7 @@ def parse_mode(name: str, plan: ExecutionPlan) -> Mode:
         raise InputError(
             "unknown mode",
             found=repr(name),
-            expected=f"ar, spec, chainN or ngramN with N from 1 to {_MAX_LENGTH}",
+            expected=f"ar, off, spec, chainN or ngramN with N from 1 to {_MAX_LENGTH}",
             hint=hint,
         )
     length = int(match[2])
@@ -53,11 +59,28 @@ def parse_mode(name: str, plan: ExecutionPlan) -> Mode:
 
 
 def parse_modes(names: str, plan: ExecutionPlan) -> tuple[Mode, ...]:
-    """Modes of a comma-separated list, each once, in its order; plain decoding comes first."""
+    """Modes of a comma-separated list, each once, in its order; plain decoding comes first.
+
+    With ``off`` if a mode drafts, since its output is to be compared with that.
+    """
     if not names.strip(", "):
         raise InputError("no modes to measure", where="--modes", expected="such as ar,spec")
-    modes = [Mode(AR, OFF), *(parse_mode(name, plan) for name in names.split(",") if name.strip())]
+    named = [parse_mode(name, plan) for name in names.split(",") if name.strip()]
+    modes = [parse_mode(AR, plan), *named]
+    if any(reference(mode, plan) == OFF_MODE for mode in named):
+        modes.insert(1, parse_mode(OFF_MODE, plan))
     return tuple({mode.name: mode for mode in modes}.values())
+
+
+def plain(plan: ExecutionPlan) -> Cycle:
+    """Plain decoding at its fastest."""
+    return ALONE if runs_alone(plan.numerics) else OFF
+
+
+def reference(mode: Mode, plan: ExecutionPlan) -> str:
+    """The mode whose output ``mode`` has to equal token by token."""
+    cycle = mode.cycle or plan.buckets[0].cycle
+    return AR if cycle.lone or not runs_alone(plan.numerics) else OFF_MODE
 
 
 def best_mask(plan: ExecutionPlan) -> int | None:

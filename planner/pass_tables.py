@@ -9,12 +9,13 @@ from collections.abc import Iterable, Sequence
 
 from planner.placement import Assignment, Machine, PlacedPass, Work, place, price
 from profiles.errors import FulcrumError
-from profiles.words import ProcessorKind, SubLayerId
+from profiles.words import AttentionKernel, ProcessorKind, SubLayerId
 from runtime.cycle import commit_width
-from runtime.model_spec import ModelSpec
-from runtime.plan import CostTables, NumericsClass, PassKind, PassTable
+from runtime.plan import CostTables, NumericsClass, PassKind, PassTable, runs_alone
 
 WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32, 48, 64)
+LONE_ROWS = 2
+"""Rows of the narrowest pass on a CPU: one alone is summed by kernels of its own."""
 NGRAM_US = 10.0
 """One look-up in a dictionary and the update after it; assumed."""
 
@@ -55,6 +56,17 @@ class PassTimes:
             self._committing[key] = placed
         return self._committing[key]
 
+    @property
+    def runs_alone(self) -> bool:
+        """Whether one row can be decoded unpadded: on the CPU alone."""
+        return runs_alone(self.classes)
+
+    def alone(self, context: int) -> PlacedPass:
+        """Plain decoding at its fastest (``runtime.plan.ALONE``), where ``runs_alone``."""
+        work = Work(self.all, 1, 1, context)
+        placed = price(self.machine, self.target, work) if self.runs_alone else None
+        return placed or self.committing(1, context)
+
     def drafting(self, skipped: Iterable[SubLayerId], context: int) -> PlacedPass:
         """One drafted token under a skip mask, placed freely."""
         left_out = tuple(skipped)
@@ -85,16 +97,12 @@ def numerics_classes(machine: Machine, target: Assignment) -> tuple[NumericsClas
                 processor=name,
                 processor_kind=processor.kind,
                 format=machine.format,
-                min_width=narrowest(machine.spec, processor.kind),
+                min_width=LONE_ROWS if processor.kind is ProcessorKind.CPU else 1,
                 width_step=processor.width_step,
+                attention=AttentionKernel.FUSED,
             )
         )
     return tuple(classes)
-
-
-def narrowest(spec: ModelSpec, kind: ProcessorKind) -> int:
-    """A CPU matrix product of one row takes another kernel: without query groups, run two rows."""
-    return 2 if kind is ProcessorKind.CPU and spec.heads == spec.kv_heads else 1
 
 
 def cost_tables(
@@ -102,14 +110,19 @@ def cost_tables(
 ) -> CostTables:
     """What the runtime looks up; ``masks[0]`` is the full target.
 
-    AR and verify passes are listed without the head, which runs over as many rows as are needed; a
-    drafting pass with it, since it may be placed elsewhere.
+    AR is one row alone; the verify pass of one row is plain decoding beside drafts. Both are listed
+    without the head, which runs over as many rows as are needed; a drafting pass with it, since it
+    may be placed elsewhere.
     """
     contexts, widths = context_grid(context), possible_widths(times)
     full = tuple(
         tuple(_without_head(times.committing(width, at)) for at in contexts) for width in widths
     )
-    tables = [PassTable(kind, 0, widths, contexts, full) for kind in (PassKind.AR, PassKind.VERIFY)]
+    alone = tuple(_without_head(times.alone(at)) for at in contexts)
+    tables = [
+        PassTable(PassKind.AR, 0, (1,), contexts, (alone,)),
+        PassTable(PassKind.VERIFY, 0, widths, contexts, full),
+    ]
     for index, skipped in enumerate(masks):
         row = tuple(times.drafting(skipped, at).us for at in contexts)
         tables.append(PassTable(PassKind.DRAFT, index, (1,), contexts, (row,)))

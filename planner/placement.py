@@ -13,13 +13,14 @@ from typing import Any, NamedTuple
 import msgspec
 import networkx as nx
 
+from lowering.linear_nodes import block_matrices
 from planner.cost import head_us, sub_layer_us
 from planner.roofline import WEIGHT_BYTES
 from profiles.errors import InfeasibleError, UnsupportedError
 from profiles.profile import DeviceProfile
-from profiles.words import Format, ProcessorKind, SubLayerId, SubLayerKind, kind_of
+from profiles.words import Format, Operator, ProcessorKind, SubLayerId, SubLayerKind, kind_of
 from runtime.model_spec import ModelSpec
-from runtime.plan import Span
+from runtime.plan import Span, TensorRef
 
 F32_BYTES = 4
 MEMORY_STEPS = 256
@@ -56,13 +57,41 @@ class PlacedPass(msgspec.Struct, frozen=True):
     """Time by processor."""
 
 
+class Stored(NamedTuple):
+    """Shares of a ``w4`` model's weights that its file stores in more than 4 bits."""
+
+    attention: float
+    mlp: float
+    head: float
+
+    def share(self, stage: SubLayerId | None) -> float:
+        """Of a sub-layer of any layer, or of the head (None)."""
+        if stage is None:
+            return self.head
+        return self.mlp if kind_of(stage) is SubLayerKind.MLP else self.attention
+
+
+def stored_wide(spec: ModelSpec, tensors: Sequence[TensorRef]) -> Stored:
+    """The shares in what was emitted; none in other formats."""
+    wide, total = [0, 0, 0], [0, 0, 0]
+    for matrix in block_matrices(spec, tensors):
+        part = matrix.name.rpartition(".")[2]
+        place = 2 if part == "head" else int(part in ("gate_up", "gate", "up", "down"))
+        total[place] += matrix.k * matrix.n
+        wide[place] += matrix.k * matrix.n * (matrix.bits == 8)
+    return Stored(*(w / t if t else 0.0 for w, t in zip(wide, total, strict=True)))
+
+
 class Machine:
     """Prices of one model in one format on one device; unsupported operators cost no number."""
 
-    def __init__(self, profile: DeviceProfile, spec: ModelSpec, fmt: Format) -> None:
+    def __init__(
+        self, profile: DeviceProfile, spec: ModelSpec, fmt: Format, stored: Stored | None = None
+    ) -> None:
         self.profile = profile
         self.spec = spec
         self.format = fmt
+        self.stored = stored or Stored(0.0, 0.0, 0.0)
         self.cpu = next(p.id for p in profile.processors if p.kind is ProcessorKind.CPU)
         self.reasons: dict[str, str] = {}
         """Why a processor was not considered, by processor."""
@@ -70,15 +99,25 @@ class Machine:
     def stage_us(self, processor: str, stage: SubLayerId | None, work: Work) -> float | None:
         """Time of a sub-layer, or of the head (None); None where the processor cannot."""
         try:
-            if stage is None:
-                return head_us(self.profile, processor, self.spec, self.format, work.head_rows)
-            return sub_layer_us(
-                *(self.profile, processor, self.spec, kind_of(stage), self.format),
-                *(work.width, work.context),
-            )
+            us = self._stage_us(processor, stage, work, self.format)
+            share = self.stored.share(stage)
+            if self.format is not Format.W4 or not share:
+                return us
+            return (1 - share) * us + share * self._stage_us(processor, stage, work, Format.W8)
         except UnsupportedError as error:
             self.reasons.setdefault(processor, str(error))
             return None
+
+    def _stage_us(self, processor: str, stage: SubLayerId | None, work: Work, fmt: Format) -> float:
+        linear = self.profile.processor(processor).supports.get(Operator.LINEAR, ())
+        if fmt is Format.W8 and fmt not in linear:
+            fmt = Format.W8A8  # of as many bytes
+        if stage is None:
+            return head_us(self.profile, processor, self.spec, fmt, work.head_rows)
+        return sub_layer_us(
+            *(self.profile, processor, self.spec, kind_of(stage), fmt),
+            *(work.width, work.context),
+        )
 
     def handover_us(self, source: str, target: str, size_bytes: int) -> float:
         """Handing ``size_bytes`` on; 0 when nothing changes hands."""
@@ -99,7 +138,10 @@ class Machine:
             count = 3 * spec.hidden * spec.intermediate
         else:
             count = 2 * spec.hidden * (spec.heads * spec.head_dim + spec.kv_dim)
-        return round(count * WEIGHT_BYTES[self.format])
+        wide = self.stored.share(stage)
+        return round(
+            count * ((1 - wide) * WEIGHT_BYTES[self.format] + wide * WEIGHT_BYTES[Format.W8])
+        )
 
     def hidden_bytes(self, work: Work) -> int:
         """Hidden rows of a pass."""

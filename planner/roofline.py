@@ -8,13 +8,19 @@ from typing import NamedTuple
 from profiles.profile import AttentionShape, GlueShape, LinearShape, Processor, Shape
 from profiles.words import Format
 
-WEIGHT_BYTES = {Format.F32: 4.0, Format.W8A16: 1.0, Format.W8A8: 1.0, Format.W4: 0.5625}
-"""Bytes of one weight; w4 has 32 weights of 4 bits and a 16-bit scale a block."""
+WEIGHT_BYTES = {
+    Format.F32: 4.0,
+    Format.W8A16: 1.0,
+    Format.W8A8: 1.0,
+    Format.W4: 0.5625,
+    Format.W8: 1.0625,
+}
+"""Bytes of one weight; w4 and w8 have blocks of 32 weights with a 16-bit scale."""
 
-STATE_BYTES = {Format.F32: 4, Format.W8A16: 2, Format.W8A8: 1, Format.W4: 2}
+STATE_BYTES = {Format.F32: 4, Format.W8A16: 2, Format.W8A8: 1, Format.W4: 2, Format.W8: 2}
 """Bytes of one element of hidden state, key or value, by the format that computes it."""
 
-ROWS_PER_TOKEN = {Format.F32: 1, Format.W8A16: 2, Format.W8A8: 1, Format.W4: 1}
+ROWS_PER_TOKEN = {Format.F32: 1, Format.W8A16: 2, Format.W8A8: 1, Format.W4: 1, Format.W8: 1}
 """Rows of a linear product; w8a16 multiplies the high and the low byte of its activations."""
 
 _GLUE_PASSES = 10

@@ -8,7 +8,16 @@ import msgspec
 from planner.agreement import DepthCounts
 from planner.buckets import Range, ranges
 from planner.calibrate import Calibration
-from planner.cycles import Option, best, ngram_option, off_option, rank, skip_option
+from planner.cycles import (
+    MARGIN,
+    Option,
+    best,
+    ngram_option,
+    off_option,
+    plain_option,
+    rank,
+    skip_option,
+)
 from planner.layers import Proposal, Surrogate, propose, values
 from planner.lookup import LookupOutcome, replay, replay_all
 from planner.pass_tables import PassTimes
@@ -36,6 +45,7 @@ class BucketChoice(msgspec.Struct, frozen=True):
     ranked: tuple[Option, ...]
     """The choice first, on the re-score split."""
     off: Option
+    """Plain decoding at its fastest."""
     proposed: int
     """Skip masks that the knapsack proposed."""
     hopeful: int
@@ -57,20 +67,20 @@ class Search:
 
     def run(self, times: PassTimes) -> list[BucketChoice]:
         """All buckets under one assignment of the target."""
-        return [self._bucket(times, part, proposed) for part, proposed in self._proposals]
+        return settle([self._bucket(times, part, proposed) for part, proposed in self._proposals])
 
     def _bucket(self, times: PassTimes, part: Range, proposals: Sequence[Proposal]) -> BucketChoice:
         at = part.middle
-        off = off_option(times, at)
+        off, plain = off_option(times, at), plain_option(times, at)
         options = [off, *self._lookup_options(times, at)]
-        to_beat = max(option.tokens_per_s for option in options)
+        to_beat = max(option.tokens_per_s for option in (plain, *options))
         favourite, hopeful = self._hopeful(times, at, proposals, to_beat)
         masks = self._promising(times, at, hopeful)[:FINALISTS]
         for mask in masks or [favourite]:
             depth = DEPTH if masks else 1
             counts = self._calibration.draft_agreement(mask, Split.RESCORE, depth)
             options += [skip_option(times, at, mask, counts, n) for n in range(1, DEPTH + 1)]
-        return BucketChoice(part, tuple(rank(options, off)), off, len(proposals), len(hopeful))
+        return BucketChoice(part, tuple(rank(options, off)), plain, len(proposals), len(hopeful))
 
     def reported(self, times: PassTimes, choice: BucketChoice) -> Option:
         """The chosen option as the report split has it."""
@@ -133,6 +143,21 @@ def _units(part: Range, sub_layers: int) -> list[float]:
 def fastest(times: PassTimes, at: int, mask: Mask, counts: DepthCounts) -> float:
     """Tokens per second of the best chain length, acceptance being ``counts`` at every depth."""
     return max(skip_option(times, at, mask, counts, n).tokens_per_s for n in range(1, DEPTH + 1))
+
+
+def settle(choices: Sequence[BucketChoice]) -> list[BucketChoice]:
+    """Plain decoding at its fastest in all buckets, unless drafts gain more over all contexts.
+
+    Its rows are those of no other pass, so a plan has it everywhere or nowhere.
+    """
+    if mean_speed(choices) >= (1 + MARGIN) * plain_speed(choices):
+        return list(choices)
+    return [
+        msgspec.structs.replace(
+            choice, ranked=(choice.off, *(o for o in choice.ranked if o != choice.off))
+        )
+        for choice in choices
+    ]
 
 
 def mean_speed(choices: Sequence[BucketChoice]) -> float:

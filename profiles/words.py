@@ -27,6 +27,9 @@ class Format(StrEnum):
     W8A16 = "w8a16"
     W8A8 = "w8a8"
     W4 = "w4"
+    """4-bit weights in blocks, each with a scale; what a file stores in more bits has 8."""
+    W8 = "w8"
+    """8-bit weights in blocks: how parts of a ``w4`` model are stored. Not a format of a model."""
 
 
 class AttentionKernel(StrEnum):

@@ -8,6 +8,7 @@ import numpy as np
 import onnxruntime as ort
 
 from profiles.errors import IncompatibleError
+from profiles.words import AttentionKernel
 from runtime.kv_cache import KvCache
 from runtime.model_spec import ModelSpec
 
@@ -25,10 +26,10 @@ class PassResult(NamedTuple):
 
     hidden: Array
     """[w, hidden]"""
-    keys: Array
-    """[layers, kv_heads, w, head_dim]"""
-    values: Array
-    """[layers, kv_heads, w, head_dim]"""
+    keys: Array | None
+    """[layers, kv_heads, w, head_dim]; None where the pass wrote them into the cache itself."""
+    values: Array | None
+    """Likewise."""
 
 
 def open_session(
@@ -67,26 +68,42 @@ class _Binding:
     """Buffers of one pass width over one cache, and the ORT binding that points at them."""
 
     def __init__(
-        self, session: ort.InferenceSession, spec: ModelSpec, width: int, cache: KvCache, on: Array
+        self,
+        session: ort.InferenceSession,
+        spec: ModelSpec,
+        width: int,
+        cache: KvCache,
+        on: Array,
+        attention: AttentionKernel,
     ) -> None:
+        exact = attention is AttentionKernel.EXACT
         rows = (spec.layers, spec.kv_heads, width, spec.head_dim)
         self.hidden = np.zeros((width, spec.hidden), np.float32)
         self.positions = np.zeros((1, width), np.int64)
-        self.mask = np.zeros((width, cache.capacity + width), np.float32)
+        self.mask = np.zeros((width, cache.capacity + width if exact else 0), np.float32)
+        self.slots, self.last_slot = np.zeros((), np.int32), np.zeros(1, np.int32)
         self.result = PassResult(
             np.zeros((width, spec.hidden), np.float32),
-            np.zeros(rows, np.float32),
-            np.zeros(rows, np.float32),
+            np.zeros(rows, np.float32) if exact else None,
+            np.zeros(rows, np.float32) if exact else None,
         )
         self.keys, self.values = cache.keys, cache.values
         self.ort = session.io_binding()
-        inputs = {"hidden": self.hidden, "positions": self.positions, "mask": self.mask}
+        inputs = {"hidden": self.hidden, "positions": self.positions}
+        if exact:
+            inputs["mask"] = self.mask
+        else:
+            inputs |= {"slots": self.slots, "last_slot": self.last_slot}
         outputs = {"hidden_out": self.result.hidden}
-        for layer in range(spec.layers):
-            inputs[f"key.{layer}"] = cache.keys[layer]
-            inputs[f"value.{layer}"] = cache.values[layer]
-            outputs[f"new_key.{layer}"] = self.result.keys[layer]
-            outputs[f"new_value.{layer}"] = self.result.values[layer]
+        for kind, past, new in (
+            ("key", cache.keys, self.result.keys),
+            ("value", cache.values, self.result.values),
+        ):
+            for layer in range(spec.layers):
+                # In place: one buffer is input and output
+                held = past[layer] if exact else past[layer : layer + 1]
+                inputs[f"{kind}.{layer}"] = held
+                outputs[f"new_{kind}.{layer}"] = held if new is None else new[layer]
         inputs |= {f"on.{i}": on[i : i + 1].reshape(()) for i in range(spec.sub_layers)}
         for name, array in inputs.items():
             self.ort.bind_input(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
@@ -102,8 +119,14 @@ class LayersSession:
     """All sub-layers of the target behind switches: every pass of a cycle runs here."""
 
     def __init__(
-        self, graph: Path, constants: Mapping[str, Array], spec: ModelSpec, threads: int
+        self,
+        graph: Path,
+        constants: Mapping[str, Array],
+        spec: ModelSpec,
+        threads: int,
+        attention: AttentionKernel,
     ) -> None:
+        self.attention = attention
         self._spec = spec
         self._session = open_session(graph, constants, threads)
         self._bindings: dict[int, _Binding] = {}
@@ -112,26 +135,47 @@ class LayersSession:
     def run(
         self, hidden: Array, positions: Array, mask: Array, cache: KvCache, active: Array
     ) -> PassResult:
-        """One pass over ``cache``.
+        """One pass over ``cache`` with exact attention.
 
         ``hidden`` [w, hidden] f32, ``positions`` [w] int64, ``mask`` [w, capacity + w] f32 (0 or
         ``HIDDEN``), ``active`` [2L] bool. The cache is only read.
         """
+        bound = self._bound(hidden.shape[0], cache)
+        bound.mask[:] = mask
+        return self._run(bound, hidden, positions, active)
+
+    def run_in_place(
+        self, hidden: Array, positions: Array, start: int, cache: KvCache, active: Array
+    ) -> PassResult:
+        """One pass of a chain with fused attention; its rows lie in slots ``start`` onwards.
+
+        Keys and values of the sub-layers that are on are written into the cache.
+        """
         width = hidden.shape[0]
+        bound = self._bound(width, cache)
+        bound.slots[()] = start + width
+        bound.last_slot[0] = start + width - 1
+        return self._run(bound, hidden, positions, active)
+
+    def _bound(self, width: int, cache: KvCache) -> _Binding:
         bound = self._bindings.get(width)
         if bound is None or not bound.serves(cache):
             # Those of an outgrown cache would keep its memory
             self._bindings = {w: b for w, b in self._bindings.items() if b.serves(cache)}
             while self._bindings and sum(self._bindings) + width > MAX_BOUND_ROWS:
                 del self._bindings[next(iter(self._bindings))]
-            bound = _Binding(self._session, self._spec, width, cache, self._on)
+            bound = _Binding(
+                *(self._session, self._spec, width, cache, self._on), attention=self.attention
+            )
         else:
             del self._bindings[width]
         # Those used latest are last
         self._bindings[width] = bound
+        return bound
+
+    def _run(self, bound: _Binding, hidden: Array, positions: Array, active: Array) -> PassResult:
         bound.hidden[:] = hidden
         bound.positions[0] = positions
-        bound.mask[:] = mask
         self._on[:] = active
         self._session.run_with_iobinding(bound.ort)
         return bound.result

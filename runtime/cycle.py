@@ -8,6 +8,7 @@ accepted one has its rows computed by the target in the target's own numerics cl
 import time
 from collections.abc import Callable, Sequence
 
+from profiles.words import AttentionKernel, Format
 from runtime.kv_cache import KvCache
 from runtime.ngram import NgramIndex
 from runtime.plan import Cycle, DraftSource, ExecutionPlan, NumericsClass, PassKind
@@ -15,6 +16,11 @@ from runtime.pricing import PriceList
 from runtime.sampling import Sampling, choose
 from runtime.stats import FinishedCycle
 from runtime.target import Target
+
+
+WIDEST_BLOCK = 32
+"""A product of more rows is cut into blocks of an even number of rows, and a single row that is
+left over would be summed by another kernel."""
 
 
 def bucket_at(plan: ExecutionPlan, tokens: int, current: int) -> int:
@@ -31,7 +37,15 @@ def commit_width(classes: Sequence[NumericsClass], rows: int) -> int:
     """Rows of a pass that commits: padded as every numerics class of the target asks."""
     width = max(rows, *(c.min_width for c in classes))
     step = max(c.width_step for c in classes)
-    return -(-width // step) * step
+    width = -(-width // step) * step
+    if width > WIDEST_BLOCK and classes[0].attention is AttentionKernel.FUSED:
+        width += width % 2
+    return width
+
+
+def head_rows(plan: ExecutionPlan, rows: int) -> int:
+    """Rows that the head runs over, so that each is what it is in any pass: ``w4`` asks for two."""
+    return max(rows, 2) if plan.target_format is Format.W4 else rows
 
 
 class Decoding:
@@ -53,15 +67,21 @@ class Decoding:
         self._sampling = sampling
         self._forced = cycle
         self._bucket = 0
+        self._first_lone = plan.context
+        """First slot whose row was computed alone."""
         self._prices = PriceList(plan.tables)
         self._masks = [target.active(mask.skipped) for mask in plan.masks]
         self._ngrams: dict[tuple[int, int], NgramIndex] = {}
+
+    def reusable(self) -> list[int]:
+        """Tokens whose rows the cache holds as any later generation would compute them."""
+        return self.tokens[: min(self._cache.length, self._first_lone)]
 
     def reuse(self, known: Sequence[int]) -> int:
         """Keep the rows of what the prompt shares with ``known``, drop others; how many stay.
 
         ``known`` are the tokens whose rows the cache holds already. Where the prompt begins with
-        them their rows stay: no row depends on the pass that computed it.
+        them their rows stay: no row of them depends on the pass that computed it.
         """
         last, kept = len(self.tokens) - 1, 0
         while kept < min(last, len(known)) and known[kept] == self.tokens[kept]:
@@ -92,7 +112,7 @@ class Decoding:
         length = min(cycle.length, room - 1, self._plan.context - len(self.tokens) - 1)
         draft, draft_price = self._draft(cycle, length)
         drafted = time.perf_counter()
-        added, price = self._verify(draft)
+        added, price = self._verify(draft, cycle.lone)
         return FinishedCycle(
             drafted=len(draft),
             accepted=min(len(added) - 1, len(draft)),
@@ -146,13 +166,17 @@ class Decoding:
             cache.write(at, result.keys, result.values, slice(0, 1))
             at += 1
 
-    def _verify(self, draft: Sequence[int]) -> tuple[list[int], float]:
+    def _verify(self, draft: Sequence[int], lone: bool) -> tuple[list[int], float]:
         """Tokens that the target says follow, appended and committed, and the device time."""
         cache, rows = self._cache, len(draft) + 1
         start = cache.length
-        width = commit_width(self._plan.numerics, rows)
+        width = 1 if lone else commit_width(self._plan.numerics, rows)
         result = self._target.run_chain([self.tokens[-1], *draft], start, cache, width=width)
-        logits = self._target.logits(result.hidden[:rows])
+        if lone:
+            self._first_lone = min(self._first_lone, start)
+            logits = self._target.logits(result.hidden)
+        else:
+            logits = self._target.logits(result.hidden[: head_rows(self._plan, rows)])[:rows]
         chosen = choose(logits, range(start + 1, start + 1 + rows), self._sampling).tolist()
         accepted = 0
         while accepted < len(draft) and draft[accepted] == chosen[accepted]:
@@ -160,6 +184,6 @@ class Decoding:
         cache.commit(result.keys, result.values, slice(0, accepted + 1))
         added = chosen[: accepted + 1]
         self.tokens += added
-        kind = PassKind.VERIFY if draft else PassKind.AR
+        kind = PassKind.AR if lone else PassKind.VERIFY
         price = self._prices.pass_us(kind, 0, rows, start + rows) + self._prices.head_us(rows)
         return added, price

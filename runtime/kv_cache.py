@@ -61,8 +61,15 @@ class KvCache:
             keys, values = self.keys[:, :, :capacity].copy(), self.values[:, :, :capacity].copy()
             self.keys, self.values = keys, values
 
-    def write(self, slot: int, keys: Array, values: Array, rows: slice | Array) -> None:
-        """Put ``rows`` of a pass's new rows [layers, kv_heads, w, head_dim] at ``slot`` onwards."""
+    def write(
+        self, slot: int, keys: Array | None, values: Array | None, rows: slice | Array
+    ) -> None:
+        """Put ``rows`` of a pass's new rows [layers, kv_heads, w, head_dim] at ``slot`` onwards.
+
+        None: the pass has written them already.
+        """
+        if keys is None or values is None:
+            return
         picked = keys[:, :, rows], values[:, :, rows]
         end = slot + picked[0].shape[2]
         if not 0 <= slot <= end <= self.capacity:
@@ -73,11 +80,16 @@ class KvCache:
             )
         self.keys[:, :, slot:end], self.values[:, :, slot:end] = picked
 
-    def commit(self, keys: Array, values: Array, rows: slice | Array) -> None:
-        """Write ``rows`` at the cursor and move it past them."""
+    def commit(self, keys: Array | None, values: Array | None, rows: slice | Array) -> None:
+        """Write ``rows`` at the cursor and move it past them.
+
+        Where a pass has written its rows itself they are in place if it began at the cursor, and
+        ``rows`` are its first ones.
+        """
         before = self.length
         self.write(before, keys, values, rows)
-        self.length = before + keys[:, :, rows].shape[2]
+        count = rows.stop - rows.start if isinstance(rows, slice) else len(rows)
+        self.length = before + count
 
     def truncate(self, length: int) -> None:
         """Roll back to ``length`` committed positions."""

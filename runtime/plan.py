@@ -6,6 +6,7 @@ external data outside a graph's own folder) and ``tokenizer.json``. ``docs/plan-
 describes it for people.
 """
 
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import Annotated
 
@@ -220,8 +221,9 @@ class CostTables(_Document, frozen=True):
 class KvLayout(_Document, frozen=True):
     """Keys are f32; values are f32 integers on a grid per channel (``docs/numerics.md``)."""
 
-    growth_tokens: Width
-    """The cache's capacity is a multiple of this."""
+    growth_tokens: Count
+    """The cache's capacity is a multiple of this; 0: the whole context at once, of which the system
+    gives the pages that are written to (fused attention, whose time does not depend on it)."""
     bytes_per_token: Count
 
 
@@ -335,3 +337,13 @@ class ExecutionPlan(_Document, frozen=True):
     decisions: tuple[Decision, ...]
     assumptions: tuple[str, ...]
     """What the predictions rest on, for people."""
+
+
+def runs_alone(classes: Sequence[NumericsClass]) -> bool:
+    """Whether one row can be decoded unpadded (``Cycle.lone``): the CPU runs all sub-layers."""
+    return all(
+        entry.processor_kind is ProcessorKind.CPU
+        and entry.width_step == 1
+        and entry.attention is AttentionKernel.FUSED
+        for entry in classes
+    )

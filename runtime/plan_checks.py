@@ -124,6 +124,11 @@ def _numerics(plan: ExecutionPlan) -> Iterator[Fault]:
     ranges = [(entry.first, entry.end) for entry in plan.numerics]
     yield from _tiling("$.numerics", ranges, ("first", "end"))
     yield from _covers("$.numerics", ranges, plan.model.sub_layers)
+    for index, entry in enumerate(plan.numerics):
+        # There is one graph of all layers
+        if entry.attention is not plan.numerics[0].attention:
+            where, expected = f"$.numerics[{index}].attention", plan.numerics[0].attention
+            yield Fault(where, "attention kernels differ", entry.attention, expected)
 
 
 def _masks(plan: ExecutionPlan) -> Iterator[Fault]:
@@ -157,6 +162,11 @@ def _buckets(plan: ExecutionPlan) -> Iterator[Fault]:
 def _cycle(plan: ExecutionPlan, index: int) -> Iterator[Fault]:
     cycle = plan.buckets[index].cycle
     path = f"$.buckets[{index}].cycle"
+    if cycle.lone and cycle.draft is not DraftSource.OFF:
+        yield Fault(f"{path}.lone", "a draft is verified in a pass of several rows", True, False)
+    elif cycle.lone is not plan.buckets[0].cycle.lone:
+        what = "rows decoded alone would meet rows of wider passes"
+        yield Fault(f"{path}.lone", what, cycle.lone, plan.buckets[0].cycle.lone)
     if cycle.draft is DraftSource.OFF:
         yield from _outside(f"{path}.length", cycle.length, 0, 0)
     else:

@@ -11,8 +11,9 @@ import msgspec
 
 from profiles.errors import FulcrumError, IncompatibleError, InputError
 from profiles.measure import cpu_description, usable_cores
-from runtime.cycle import Decoding, commit_width
+from runtime.cycle import Decoding, commit_width, head_rows
 from runtime.ending import Ending, FinishReason
+from runtime.graph_checks import check_graphs, reported_failures
 from runtime.kv_cache import KvCache
 from runtime.plan import TOKENIZER_FILE, ExecutionPlan
 from runtime.plan_folder import load_plan, map_tensors
@@ -68,11 +69,12 @@ class Session:
                 map_tensors(self.folder, plan.weights, plan.tensors),
             ),
             threads=threads or min(plan.device.threads, usable_cores()),
+            attention=plan.numerics[0].attention,
         )
         limit = plan.context + WIDEST_PASS
-        self._cache = KvCache(plan.model, plan.kv.growth_tokens, limit)
-        self._held: list[int] = []
-        """Tokens of the latest generation; the cache holds the rows of its first ``length``."""
+        self._cache = KvCache(plan.model, plan.kv.growth_tokens or limit, limit)
+        self._latest: Decoding | None = None
+        """The latest generation, whose rows the cache holds."""
         self._busy = self._closed = False
         self.last: Generation | None = None
         """The latest finished generation."""
@@ -140,7 +142,7 @@ class Session:
         self._prefill(run)
         width = commit_width(self.plan.numerics, 1)
         last = self._target.run_chain([ids[-1]], len(ids) - 1, self._cache, width=width)
-        return self._target.logits(last.hidden[:1])[0]
+        return self._target.logits(last.hidden[: head_rows(self.plan, 1)])[0]
 
     def _steps(self, prompt: Sequence[int], request: Request) -> Generator[_Step]:
         self._check_free()
@@ -185,9 +187,9 @@ class Session:
 
     def _prefill(self, run: Decoding, progress: Progress | None = None) -> int:
         """Read the prompt, but for what it shares with the latest generation: so many tokens."""
-        # Rows below the cursor belong to the held tokens at every moment, also at an interrupt
-        reused = run.reuse(self._held[: self._cache.length])
-        self._held = run.tokens
+        # Rows below the cursor belong to the latest run at every moment, also at an interrupt
+        reused = run.reuse(self._latest.reusable() if self._latest else [])
+        self._latest = run
         run.prefill(progress)
         return reused
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from profiles.words import SubLayerId
+from profiles.words import AttentionKernel, SubLayerId
 from runtime.backends import HIDDEN, HeadSession, LayersSession, PassResult
 from runtime.kv_cache import KvCache
 from runtime.model_spec import ModelSpec
@@ -20,8 +20,9 @@ ZERO_POINT = 128
 class Target:
     """Sessions and embedding table of a plan's model.
 
-    ``graphs`` are the plan's, ``tensors`` its mapped weights. One copy of the weights serves every
-    pass: full, under a skip mask, or up to an exit.
+    ``graphs`` are the plan's, ``tensors`` its mapped weights, ``attention`` the kernel that its
+    layers were emitted with. One copy of the weights serves every pass: full, under a skip mask,
+    or up to an exit.
     """
 
     def __init__(
@@ -31,8 +32,10 @@ class Target:
         graphs: Iterable[Graph],
         tensors: Mapping[str, Array],
         threads: int,
+        attention: AttentionKernel,
     ) -> None:
         self.spec = spec
+        self.attention = attention
         self.all_on = np.ones(spec.sub_layers, np.bool_)
         self._table = tensors["embed"]
         self._scale, self._offset = tensors.get("embed.scale"), tensors.get("embed.offset")
@@ -42,7 +45,7 @@ class Target:
             kind: {name: tensors[name] for name in graph.tensors} for kind, graph in by_kind.items()
         }
         self._layers = LayersSession(
-            paths[GraphKind.LAYERS], parts[GraphKind.LAYERS], spec, threads
+            *(paths[GraphKind.LAYERS], parts[GraphKind.LAYERS], spec, threads), attention=attention
         )
         self._head = HeadSession(paths[GraphKind.HEAD], parts[GraphKind.HEAD], threads)
 
@@ -67,7 +70,7 @@ class Target:
     def run(
         self, hidden: Array, positions: Array, mask: Array, cache: KvCache, active: Array
     ) -> PassResult:
-        """One pass; see ``LayersSession.run``."""
+        """One pass with exact attention; see ``LayersSession.run``."""
         return self._layers.run(hidden, positions, mask, cache, active)
 
     def run_chain(
@@ -85,15 +88,13 @@ class Target:
         """
         rows = width or len(ids)
         cache.reserve(start + rows)
-        padded = [*ids, *([ids[-1]] * (rows - len(ids)))]
+        hidden = self.embed([*ids, *([ids[-1]] * (rows - len(ids)))])
         positions = np.minimum(np.arange(start, start + rows), start + len(ids) - 1)
-        return self.run(
-            self.embed(padded),
-            positions,
-            chain_mask(rows, len(ids), start, cache.capacity),
-            cache,
-            self.all_on if active is None else active,
-        )
+        on = self.all_on if active is None else active
+        if self.attention is AttentionKernel.FUSED:
+            return self._layers.run_in_place(hidden, positions, start, cache, on)
+        mask = chain_mask(rows, len(ids), start, cache.capacity)
+        return self.run(hidden, positions, mask, cache, on)
 
     def logits(self, hidden: Array) -> Array:
         """[w, hidden] -> [w, vocab] float32."""

@@ -12,7 +12,15 @@ from tiny_models import GQA, ArraySource, TinyShape, tiny_spec, tiny_weights
 
 from lowering.emission import Emission, emit
 from profiles.measure import cpu_description
-from profiles.words import Format, LayerId, ProcessorKind, SubLayerId, SubLayerKind, sub_layer_id
+from profiles.words import (
+    AttentionKernel,
+    Format,
+    LayerId,
+    ProcessorKind,
+    SubLayerId,
+    SubLayerKind,
+    sub_layer_id,
+)
 from runtime.model_spec import ModelSpec
 from runtime.plan import (
     FORMAT,
@@ -61,7 +69,9 @@ class Recipe(msgspec.Struct, frozen=True):
     """Of the first half of the sub-layers, which a step above 1 puts on an NPU."""
     soc: str = ""
     """The plan's chip; default: this machine's."""
+    attention: AttentionKernel = AttentionKernel.FUSED
     growth_tokens: int = 32
+    """Of the cache with exact attention."""
     chunk: int = 16
 
 
@@ -81,15 +91,20 @@ def compile_recipe(recipe: Recipe, folder: Path) -> ExecutionPlan:
     """Write the plan folder of a recipe."""
     source = recipe_source(recipe)
     with PlanWriter(folder) as writer:
-        emission = emit(source, recipe.format, recipe.context, writer)
+        emission = emit(source, recipe.format, recipe.context, writer, recipe.attention)
         plan = _plan(recipe, source.spec, emission)
         writer.commit(plan)
     return plan
 
 
-def least_width(shape: TinyShape) -> int:
+def least_width(
+    shape: TinyShape,
+    fmt: Format = Format.W8A16,
+    attention: AttentionKernel = AttentionKernel.EXACT,
+) -> int:
     """Narrowest pass whose rows do not depend on its width: one query row takes another kernel."""
-    return 2 if shape.heads == shape.kv_heads else 1
+    lone = shape.heads == shape.kv_heads or fmt is Format.W4
+    return 2 if lone or attention is AttentionKernel.FUSED else 1
 
 
 def _plan(recipe: Recipe, spec: ModelSpec, emission: Emission) -> ExecutionPlan:
@@ -112,7 +127,10 @@ def _plan(recipe: Recipe, spec: ModelSpec, emission: Emission) -> ExecutionPlan:
         weights=emission.weights,
         tensors=emission.tensors,
         tokenizer=emission.tokenizer,
-        kv=KvLayout(recipe.growth_tokens, bytes_per_token=8 * spec.layers * spec.kv_dim),
+        kv=KvLayout(
+            recipe.growth_tokens if recipe.attention is AttentionKernel.EXACT else 0,
+            bytes_per_token=8 * spec.layers * spec.kv_dim,
+        ),
         sampling=SamplingRule(GENERATOR),
         quality=Quality(1, 1.0, 1.0, 1.0),
         calibration=CalibrationSummary("0" * 64, 1, 1, 1, 1),
@@ -124,14 +142,15 @@ def _plan(recipe: Recipe, spec: ModelSpec, emission: Emission) -> ExecutionPlan:
 
 
 def _numerics(recipe: Recipe, spec: ModelSpec) -> tuple[NumericsClass, ...]:
-    least, step, fmt = least_width(recipe.shape), recipe.width_step, recipe.format
+    step, fmt, kernel = recipe.width_step, recipe.format, recipe.attention
+    least = least_width(recipe.shape, fmt, kernel)
     start, end = SubLayerId(0), SubLayerId(spec.sub_layers)
     if step == 1:
-        return (NumericsClass(start, end, "cpu", ProcessorKind.CPU, fmt, least, 1),)
+        return (NumericsClass(start, end, "cpu", ProcessorKind.CPU, fmt, least, 1, kernel),)
     middle = SubLayerId(spec.layers)
     return (
-        NumericsClass(start, middle, "npu", ProcessorKind.NPU, fmt, step, step),
-        NumericsClass(middle, end, "cpu", ProcessorKind.CPU, fmt, least, 1),
+        NumericsClass(start, middle, "npu", ProcessorKind.NPU, fmt, step, step, kernel),
+        NumericsClass(middle, end, "cpu", ProcessorKind.CPU, fmt, least, 1, kernel),
     )
 
 

@@ -5,8 +5,8 @@ import re
 import time
 
 import pytest
-from tokenizers import Tokenizer, models
 from hostile_templates import HARMLESS, REFUSED
+from tokenizers import Tokenizer, models
 
 from lowering.source import open_model
 from profiles.errors import InputError

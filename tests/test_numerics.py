@@ -16,14 +16,15 @@ from tiny_models import GQA, LLAMA3, MHA, QWEN2, QWEN3, UNTIED, VOCAB, WIDE_HEAD
 
 from lowering.decoder import Decoder, KeyValues
 from lowering.flash_image import value_grid
-from lowering.onnx_graphs import VALUE_BITS, probability_bits
 from lowering.quantize import linear_reference, quantize_channels
-from profiles.words import Format, SubLayerId
+from lowering.template import VALUE_BITS, probability_bits
+from profiles.words import AttentionKernel, Format, SubLayerId
 from runtime.backends import HIDDEN, PassResult
 from runtime.kv_cache import KvCache
 from runtime.plan_folder import map_tensors, read_plan
 from runtime.target import Target
 
+EXACT = AttentionKernel.EXACT
 CONTEXT = 1088
 TOKENS = 1056
 """Length of the sequence that is decoded token by token; every context is a prefix of it."""
@@ -73,7 +74,7 @@ class Model:
         self.plan = read_plan(folder)
         self.spec = self.plan.model
         self.tensors = map_tensors(folder, self.plan.weights, self.plan.tensors)
-        self.target = Target(folder, self.spec, self.plan.graphs, self.tensors, threads)
+        self.target = Target(folder, self.spec, self.plan.graphs, self.tensors, threads, EXACT)
         self.least = least_width(shape)
         self.ids = np.random.default_rng(5).integers(0, VOCAB, tokens).tolist()
         self.past = KvCache(self.spec, 64, CONTEXT)
@@ -108,7 +109,7 @@ def model(compiled: Callable[[Recipe], Path]) -> Iterator[Callable[..., Model]]:
         key = shape, fmt, threads
         if key not in models:
             longer = msgspec.structs.replace(shape, max_context=2048)
-            folder = compiled(Recipe(shape=longer, format=fmt, context=CONTEXT))
+            folder = compiled(Recipe(shape=longer, format=fmt, context=CONTEXT, attention=EXACT))
             models[key] = Model(folder, longer, threads, tokens)
         return models[key]
 

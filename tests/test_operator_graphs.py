@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 from onnx import numpy_helper
 
 from lowering.operator_graphs import (
-    VALUE_STEPS,
     OperatorGraph,
     attention_graph,
     glue_graph,
@@ -24,7 +23,6 @@ from profiles.points import AttentionShape, GlueShape, LinearShape
 from profiles.words import Format
 from runtime.backends import open_session
 from runtime.kv_cache import KvCache
-from runtime.target import chain_mask
 
 Floats = NDArray[np.float32]
 
@@ -70,50 +68,70 @@ def test_each_f32_product_is_the_plain_one() -> None:
         np.testing.assert_allclose(got[f"y.{i}"], x[f"x.{i}"] @ stored[f"w.{i}"], atol=1e-5)
 
 
-@pytest.mark.parametrize("fmt", [Format.W8A16, Format.W8A8, Format.F32])
+@pytest.mark.parametrize(("fmt", "bits"), [(Format.W4, 4), (Format.W8, 8)])
+def test_each_product_of_blocks_is_that_of_its_dequantised_weights(fmt: Format, bits: int) -> None:
+    graph = linear_graph(LinearShape(64, 40), fmt, repeats=2)
+    x = {f"x.{i}": noise(5, 64, seed=i) for i in range(2)}
+    got, stored = evaluate(graph, x), constants(graph)
+    for i in range(2):
+        steps = stored[f"w.{i}"]
+        if bits == 4:
+            steps = np.stack([steps & 15, steps >> 4], axis=-1).reshape(40, 2, 32)
+        weight = (steps.astype(np.float32) - (1 << (bits - 1))) * stored[f"w.{i}.scale"][0]
+        if bits == 4:
+            weight += stored[f"w.{i}.offset"].T[..., None]
+        expected = x[f"x.{i}"] @ weight.reshape(40, 64).T
+        # the kernel rounds each block of x to bytes
+        np.testing.assert_allclose(got[f"y.{i}"], expected, atol=0.02 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("fmt", [Format.W8A16, Format.W8A8, Format.W4, Format.F32])
 def test_repeats_have_weights_of_their_own(fmt: Format) -> None:
     stored = constants(linear_graph(LinearShape(32, 32), fmt, repeats=4))
     weights = [stored[f"w.{i}"] for i in range(4)]
     assert len({weight.tobytes() for weight in weights}) == 4
-    assert fmt is Format.F32 or min(weight.min() for weight in weights) >= 1
+    assert fmt in (Format.F32, Format.W4) or min(weight.min() for weight in weights) >= 1
 
 
 def test_attention_is_softmax_over_past_and_own_rows() -> None:
     shape, width, past = AttentionShape(4, 2, 16), 3, 6
     graph = attention_graph(shape, context=32, repeats=2)
     feeds: dict[str, Any] = {
-        "hidden": noise(width, 64),
-        "positions": np.arange(past - 1, past - 1 + width)[None],
-        "mask": chain_mask(width, width, past - 1, past),
+        "positions": np.arange(past, past + width)[None],
+        "slots": np.array(past + width, np.int32),
+        "last_slot": np.array([past + width - 1], np.int32),
     }
     for i in range(2):
         feeds[f"qkv.{i}"] = noise(width, 128, seed=i)
-        feeds[f"key.{i}"] = noise(2, past, 16, seed=10 + i)
-        feeds[f"value.{i}"] = np.rint(noise(2, past, 16, seed=20 + i) * VALUE_STEPS)
+        feeds[f"key.{i}"] = noise(1, 2, 12, 16, seed=10 + i)
+        feeds[f"value.{i}"] = noise(1, 2, 12, 16, seed=20 + i)
     got = evaluate(graph, feeds)
     for i in range(2):
-        out, key, value = attention(feeds, i)
+        out, keys, values = attention(feeds, i, past)
         np.testing.assert_allclose(got[f"out.{i}"], out, atol=1e-4)
-        np.testing.assert_allclose(got[f"new_key.{i}"], key, atol=1e-5)
-        np.testing.assert_array_equal(got[f"new_value.{i}"], value)
+        np.testing.assert_allclose(got[f"new_key.{i}"][0, :, : past + width], keys, atol=1e-5)
+        np.testing.assert_array_equal(got[f"new_value.{i}"][0, :, : past + width], values)
 
 
-def attention(feeds: dict[str, Any], layer: int) -> tuple[Floats, Floats, Floats]:
-    """Output, new keys and new values of 4 heads in 2 groups of 16 elements."""
-    width = len(feeds["hidden"])
+def attention(feeds: dict[str, Any], layer: int, past: int) -> tuple[Floats, Floats, Floats]:
+    """Output, keys and values, the new ones last, of 4 heads in 2 groups of 16 elements."""
     positions = feeds["positions"][0]
+    width = len(positions)
     angles = positions[:, None] * 10_000.0 ** (-2 * np.arange(8) / 16)
     q, k, v = np.split(feeds[f"qkv.{layer}"].reshape(width, 8, 16), [4, 6], axis=1)
     q, k = (rotated(rows, angles.astype(np.float32)) for rows in (q, k))
-    k, v = k.transpose(1, 0, 2), np.rint(v * VALUE_STEPS).transpose(1, 0, 2)
-    keys = np.concatenate([feeds[f"key.{layer}"], k], axis=1)
-    values = np.concatenate([feeds[f"value.{layer}"], v], axis=1) / VALUE_STEPS
+    new = {"key": k.transpose(1, 0, 2), "value": v.transpose(1, 0, 2)}
+    keys, values = (
+        np.concatenate([feeds[f"{kind}.{layer}"][0, :, :past], rows], axis=1)
+        for kind, rows in new.items()
+    )
+    hidden = ~np.tri(width, past + width, past, dtype=np.bool_)
     heads: list[Floats] = []
     for head in range(4):
-        scores = q[:, head] @ keys[head // 2].T / 4 + feeds["mask"]
+        scores = np.where(hidden, -np.inf, q[:, head] @ keys[head // 2].T / 4)
         weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
         heads.append(weights / weights.sum(axis=-1, keepdims=True) @ values[head // 2])
-    return np.concatenate(heads, axis=-1), k, v
+    return np.concatenate(heads, axis=-1), keys, values
 
 
 @pytest.mark.parametrize("on", [True, False])
