@@ -15,7 +15,7 @@ from lowering.source import ModelSource, row_blocks, stored_name, tensor_shapes
 from lowering.template import VALUE_BITS
 from profiles.words import Format
 from runtime.model_spec import ModelSpec
-from runtime.plan import TensorRef
+from runtime.plan import WIDEST_PASS, TensorRef
 
 Array = np.ndarray[Any, Any]
 
@@ -47,7 +47,8 @@ def write_weights(
 def _tensors(source: ModelSource, fmt: Format, context: int) -> Iterator[tuple[str, Array]]:
     spec = source.spec
     yield from _embedding(source, fmt)
-    yield from rotary_tables(spec, context).items()
+    # Rows that pad a pass at the end of the context have positions too
+    yield from rotary_tables(spec, context + WIDEST_PASS).items()
     for layer in range(spec.layers):
         yield from _layer(source, fmt, f"layers.{layer}")
     yield "final_norm", source.tensor("final_norm")

@@ -17,7 +17,6 @@ from runtime.sampling import Sampling, choose
 from runtime.stats import FinishedCycle
 from runtime.target import Target
 
-
 WIDEST_BLOCK = 32
 """A product of more rows is cut into blocks of an even number of rows, and a single row that is
 left over would be summed by another kernel."""

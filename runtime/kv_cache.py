@@ -16,16 +16,17 @@ class KvCache:
     ``length`` positions are committed. Rows behind it are scratch: a draft may write there, the
     next verify pass does not look at them, a commit overwrites them. Rolling back is moving the
     cursor. Capacity grows by whole steps, so that attention pays for the context it has; rows that
-    were never written are zero, since a masked NaN would still poison a sum.
+    were never written are zero, since a masked NaN would still poison a sum. With growth 0 it has
+    all of ``limit`` at once, of which the system gives the pages that are written to.
     """
 
     def __init__(self, spec: ModelSpec, growth_tokens: int, limit: int) -> None:
         self._shape = (spec.layers, spec.kv_heads, spec.head_dim)
-        self._growth = growth_tokens
+        self._growth = growth_tokens or limit
         self.limit = limit
         """Most slots that the cache may hold."""
         self.length = 0
-        self.keys, self.values = self._zeros(growth_tokens), self._zeros(growth_tokens)
+        self.keys, self.values = self._zeros(self._growth), self._zeros(self._growth)
 
     def _zeros(self, capacity: int) -> Array:
         layers, heads, width = self._shape

@@ -25,7 +25,9 @@ TOKENIZER_FILE = "tokenizer.json"
 ALIGNMENT_BYTES = 4096
 
 Count = Annotated[int, Meta(ge=0, le=1 << 48)]
-Width = Annotated[int, Meta(ge=1, le=1024)]
+WIDEST_PASS = 1024
+"""Rows; also the slots of the cache past the plan's context, for rows that are only padding."""
+Width = Annotated[int, Meta(ge=1, le=WIDEST_PASS)]
 Microseconds = Annotated[float, Meta(ge=0)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 Sha256 = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]

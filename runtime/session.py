@@ -15,16 +15,13 @@ from runtime.cycle import Decoding, commit_width, head_rows
 from runtime.ending import Ending, FinishReason
 from runtime.graph_checks import check_graphs, reported_failures
 from runtime.kv_cache import KvCache
-from runtime.plan import TOKENIZER_FILE, ExecutionPlan
+from runtime.plan import TOKENIZER_FILE, WIDEST_PASS, ExecutionPlan
 from runtime.plan_folder import load_plan, map_tensors
 from runtime.request import Options, Progress, Request, check_request, request_of
 from runtime.sampling import GREEDY
 from runtime.stats import Stats
 from runtime.target import Array, Target
 from runtime.tokens import Prompt, Tokens
-
-WIDEST_PASS = 1024
-"""Slots that the cache may hold past the plan's context, for rows that are only padding."""
 
 
 class Generation(msgspec.Struct, frozen=True):
@@ -72,7 +69,7 @@ class Session:
             attention=plan.numerics[0].attention,
         )
         limit = plan.context + WIDEST_PASS
-        self._cache = KvCache(plan.model, plan.kv.growth_tokens or limit, limit)
+        self._cache = KvCache(plan.model, plan.kv.growth_tokens, limit)
         self._latest: Decoding | None = None
         """The latest generation, whose rows the cache holds."""
         self._busy = self._closed = False

@@ -13,7 +13,7 @@ from planner import cli
 from planner.bench import Sample, figures, measure, peak_rss_bytes, quartiles
 from planner.modes import Mode, best_mask, parse_mode, parse_modes, speculates
 from planner.prompt_file import Prompt
-from runtime.plan import OFF, Cycle, DraftSource
+from runtime.plan import ALONE, OFF, Cycle, DraftSource
 from runtime.plan_folder import read_plan
 from runtime.session import load
 from runtime.stats import Stats
@@ -111,16 +111,17 @@ def test_modes_take_turns_in_alternating_order(compiled: Compiled) -> None:
             report=lambda _, done, total: told.append((done, total)),
         )
     order = [(s.round, s.prompt_id, s.mode) for s in samples]
-    names = ["ar", "spec", "ngram2"]
+    names = ["ar", "off", "spec", "ngram2"]
     expected: list[tuple[int, str, str]] = []
     for turn in range(2):
         for index, prompt in enumerate(PROMPTS):
             turned = names if (turn + index) % 2 == 0 else names[::-1]
             expected += [(turn, prompt.id, name) for name in turned]
     assert order == expected
-    assert told == [(done, 18) for done in range(19)]
+    assert told == [(done, 24) for done in range(25)]
     assert all(len(s.token_ids) == s.stats.new_tokens == 6 for s in samples)
-    assert len({s.token_ids for s in samples if s.prompt_id == "one"}) == 1
+    exact = [s for s in samples if s.prompt_id == "one" and s.mode != "ar"]
+    assert len({s.token_ids for s in exact}) == 1
 
 
 def test_modes_are_named_after_what_drafts(compiled: Compiled) -> None:
@@ -129,10 +130,12 @@ def test_modes_are_named_after_what_drafts(compiled: Compiled) -> None:
     assert parse_mode("chain8", plan) == Mode("chain8", Cycle(DraftSource.SKIP, 8, mask=2))
     ngram = Cycle(DraftSource.NGRAM, 4, ngram_min=1, ngram_max=3)
     assert parse_mode(" NGRAM4 ", plan) == Mode("ngram4", ngram)
-    assert parse_mode("off", plan) == parse_mode("ar", plan) == Mode("ar", OFF)
+    assert parse_mode("off", plan) == Mode("off", OFF)
+    assert parse_mode("ar", plan) == Mode("ar", ALONE)
     assert parse_mode("plan", plan) == parse_mode("spec", plan) == Mode("spec", None)
     names = [mode.name for mode in parse_modes("spec,chain2,spec,plan,", plan)]
-    assert names == ["ar", "spec", "chain2"]
+    assert names == ["ar", "off", "spec", "chain2"]
+    assert [mode.name for mode in parse_modes("ar", plan)] == ["ar"]
 
 
 def test_lookup_modes_look_up_as_the_plan_does(compiled: Compiled) -> None:
@@ -163,7 +166,7 @@ def test_bench_json_has_every_key_for_every_mode(
 ) -> None:
     data = json.loads(bench(capsys, compiled(SKIPPING), "--json", "--modes", "spec,chain8"))
     documented.check_keys("bench", data, HEAD_KEYS | MODE_KEYS)
-    assert list(data["modes"]) == ["ar", "spec", "chain8"]
+    assert list(data["modes"]) == ["ar", "off", "spec", "chain8"]
     assert data["headline_mode"] == "spec"
     assert data["tokens_per_s"] == data["modes"]["spec"]["tokens_per_s"] > 0
     assert data["device_is_here"]
@@ -185,7 +188,7 @@ def test_bench_says_that_a_plan_is_off_and_of_another_device(
 ) -> None:
     text = bench(capsys, compiled(ELSEWHERE), "--emulate")
     lines = text.splitlines()
-    assert [line.split()[0] for line in lines[:4]] == ["mode", "ar", "spec", "chain8"]
+    assert [line.split()[0] for line in lines[:4]] == ["mode", "ar", "off", "spec"]
     assert "the plan is OFF everywhere" in text
     assert "predicted for tiny-device, where nothing was measured" in text
     assert "OFF" not in bench(capsys, compiled(SKIPPING), "--limit", "1")

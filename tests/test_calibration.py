@@ -20,11 +20,11 @@ from planner.calibrate import Calibration, Store, read_store, split_prompts, wri
 from planner.corpus import Text, committed_cache, continue_prompts
 from planner.prompt_file import Prompt, Split
 from profiles.errors import InputError
-from profiles.words import SubLayerId
+from profiles.words import AttentionKernel, SubLayerId
 from runtime.plan import OFF
 from runtime.session import Session
 
-RECIPE = Recipe(GQA, seed=3, masks=((1,), (0, 3)), faint=(1, 2, 3))
+RECIPE = Recipe(GQA, attention=AttentionKernel.EXACT, seed=3, masks=((1,), (0, 3)), faint=(1, 2, 3))
 PROMPTS = ("the cat", "a b a b a b", "Zebra 12345 !?", "x")
 
 
@@ -204,7 +204,7 @@ def test_prompts_without_a_split_are_dealt_out_and_too_few_are_refused() -> None
 
 
 def test_shapes_without_groups_work_too(compiled: Callable[[Recipe], Path]) -> None:
-    with Session(compiled(Recipe(MHA, masks=((1,),)))) as loaded:
+    with Session(compiled(Recipe(MHA, attention=AttentionKernel.EXACT, masks=((1,),)))) as loaded:
         prompts = [("p", "c", loaded.tokens.encode_prompt("hello there"))] * 2
         made = continue_prompts(loaded._target, prompts, 12, loaded.tokens, lambda _: None)
         alone = loaded.generate("hello there", max_new_tokens=12, cycle=OFF)

@@ -123,7 +123,7 @@ def test_two_compiles_in_two_processes_give_the_same_bytes(tmp_path: Path) -> No
     [
         ({"model": "smollm2-135n"}, InputError, "smollm2-135m"),
         ({"device": "oneplus13"}, InputError, "oneplus12"),
-        ({"target_format": Format.W4}, UnsupportedError, "w8a16"),
+        ({"target_format": Format.W8}, UnsupportedError, "w8a16"),
         ({"context": 1 << 20}, InputError, "context"),
         ({"dram_budget_bytes": 1 << 20}, InfeasibleError, "--dram-budget"),
     ],

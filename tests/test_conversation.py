@@ -208,7 +208,7 @@ def alone(compiled: Compiled) -> Iterator[Callable[..., Any]]:
 
         def answer(ids: tuple[int, ...]) -> tuple[int, ...]:
             if ids not in known:
-                other._held = []
+                other._latest = None
                 list(other.stream_ids(ids, max_new_tokens=20, cycle=OFF))
                 assert other.finished().stats.reused_tokens == 0
                 known[ids] = other.finished().token_ids

@@ -23,12 +23,12 @@ from hypothesis import strategies as st
 from tiny_models import GQA, MHA, UNTIED, VOCAB, WIDE_HEADS
 
 from lowering.decoder import Decoder
-from profiles.words import Format
+from profiles.words import AttentionKernel, Format
 from runtime.cycle import Decoding, bucket_at, commit_width
 from runtime.kv_cache import KvCache
-from runtime.plan import OFF, Cycle, DraftSource
+from runtime.plan import ALONE, OFF, WIDEST_PASS, Cycle, DraftSource
 from runtime.sampling import GREEDY, Sampling
-from runtime.session import WIDEST_PASS, FinishReason, Generation, Session
+from runtime.session import FinishReason, Generation, Session
 
 SHAPES = {"gqa": GQA, "mha": MHA, "untied": UNTIED, "wide_heads": WIDE_HEADS}
 # Mask 1 is often right, mask 2 now and then, mask 3 leaves nothing but the embedding
@@ -200,7 +200,8 @@ def test_a_context_that_several_cache_growths_serve_changes_nothing(compiled: Co
 
 
 def test_an_outgrown_cache_is_freed(compiled: Compiled) -> None:
-    with Session(compiled(recipe(growth_tokens=16))) as session:
+    exact = AttentionKernel.EXACT
+    with Session(compiled(recipe(growth_tokens=16, attention=exact))) as session:
         generated(session, PROMPT, max_new_tokens=3, cycle=skip(2))
         outgrown = weakref.ref(session._cache.keys)
         generated(session, PROMPT, max_new_tokens=40, cycle=OFF)
@@ -373,7 +374,8 @@ def test_a_committing_pass_is_as_wide_as_every_numerics_class_asks(opened: Opene
     phone = opened(recipe(width_step=32, soc="SM8650"), emulate=True).plan.numerics
     host = opened(recipe("mha")).plan.numerics
     assert [commit_width(phone, rows) for rows in (1, 32, 33)] == [32, 32, 64]
-    assert [commit_width(host, rows) for rows in (1, 2, 3, 33)] == [2, 2, 3, 33]
+    # more than 32 rows are cut into blocks, and none may be left with one row
+    assert [commit_width(host, rows) for rows in (1, 2, 3, 33, 34)] == [2, 2, 3, 34, 34]
 
 
 def test_simulated_time_adds_up_the_plans_tables(opened: Opened) -> None:
@@ -382,7 +384,8 @@ def test_simulated_time_adds_up_the_plans_tables(opened: Opened) -> None:
     def simulated(cycle: Cycle, count: int) -> float:
         return generated(session, PROMPT, max_new_tokens=count, cycle=cycle).stats.simulated_us
 
-    one = CYCLE_US + AR_US + HEAD_ROW_US
+    alone, one = (CYCLE_US + us + HEAD_ROW_US for us in (AR_US, VERIFY_US))
+    assert simulated(ALONE, 7) == pytest.approx(7 * alone)
     assert simulated(OFF, 7) == pytest.approx(7 * one)
     # A drafting pass is listed with its head, and pays the constant of a pass
     drafting = 3 * (DRAFT_US + CYCLE_US)

@@ -13,13 +13,13 @@ from lowering.decoder import Decoder
 from planner.corpus import Text
 from planner.quality import check_quality, measure_quality
 from profiles.errors import InfeasibleError
-from profiles.words import Format
+from profiles.words import AttentionKernel, Format
 from runtime.kv_cache import KvCache
 from runtime.plan import Quality
 from runtime.plan_folder import map_tensors, read_plan
 from runtime.target import Target
 
-RECIPE = Recipe(shape=QWEN2, format=Format.W8A8)
+RECIPE = Recipe(shape=QWEN2, format=Format.W8A8, attention=AttentionKernel.EXACT)
 RANDOM = np.random.default_rng(3)
 TEXTS = [
     Text(f"text-{n}", "any", 3, tuple(RANDOM.integers(0, VOCAB, n).tolist())) for n in (7, 150, 64)
@@ -31,7 +31,9 @@ def target(compiled):
     folder = compiled(RECIPE)
     plan = read_plan(folder)
     tensors = map_tensors(folder, plan.weights, plan.tensors)
-    with closing(Target(folder, plan.model, plan.graphs, tensors, 1)) as opened:
+    with closing(
+        Target(folder, plan.model, plan.graphs, tensors, 1, AttentionKernel.EXACT)
+    ) as opened:
         yield opened
 
 
