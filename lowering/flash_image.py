@@ -9,7 +9,6 @@ import numpy as np
 from lowering.onnx_graphs import VALUE_BITS
 from lowering.quantize import dequantize_channels, quantize_channels
 from lowering.source import ModelSource
-from profiles.errors import InputError
 from profiles.words import Format
 from runtime.model_spec import ModelSpec
 from runtime.plan import TensorRef
@@ -46,30 +45,12 @@ def _tensors(source: ModelSource, fmt: Format, context: int) -> Iterator[tuple[s
     yield from rotary_tables(spec, context).items()
     for layer in range(spec.layers):
         yield from _layer(source, fmt, f"layers.{layer}")
-    yield "final_norm", _finite(source, "final_norm")
-    yield from _matrix("head", _finite(source, "head"), fmt)
-
-
-def _finite(source: ModelSource, name: str) -> Array:
-    """A tensor of the model; ``InputError`` if one of its numbers is not finite."""
-    array = source.tensor(name)
-    # The sum is not finite if a number is not, and reading once is half the work
-    with np.errstate(over="ignore", invalid="ignore"):
-        suspicious = not np.isfinite(array.sum())
-    if suspicious and not (finite := np.isfinite(array)).all():
-        place = tuple(int(index) for index in np.argwhere(~finite)[0])
-        raise InputError(
-            f"tensor {name} holds a number that is not finite",
-            where=source.spec.name,
-            found=f"{array[place]} at {list(place)}, {array.size - finite.sum()} such in all",
-            expected="finite numbers",
-            hint="the file is damaged, or its conversion overflowed; get or convert it again",
-        )
-    return array
+    yield "final_norm", source.tensor("final_norm")
+    yield from _matrix("head", source.tensor("head"), fmt)
 
 
 def _embedding(source: ModelSource, fmt: Format) -> Iterator[tuple[str, Array]]:
-    table = _finite(source, "embed")
+    table = source.tensor("embed")
     if fmt is Format.F32:
         yield "embed", table
         return
@@ -79,9 +60,9 @@ def _embedding(source: ModelSource, fmt: Format) -> Iterator[tuple[str, Array]]:
 
 
 def _layer(source: ModelSource, fmt: Format, layer: str) -> Iterator[tuple[str, Array]]:
-    norm = _finite(source, f"{layer}.attn_norm")
+    norm = source.tensor(f"{layer}.attn_norm")
     yield f"{layer}.attn_norm", norm
-    parts = [_finite(source, f"{layer}.{name}") for name in ("q", "k", "v")]
+    parts = [source.tensor(f"{layer}.{name}") for name in ("q", "k", "v")]
     qkv = np.concatenate(parts)
     yield from _matrix(f"{layer}.qkv", qkv, fmt)
     grid = value_grid(parts[2], norm, fmt)
@@ -89,11 +70,11 @@ def _layer(source: ModelSource, fmt: Format, layer: str) -> Iterator[tuple[str, 
     yield f"{layer}.value_grid", grid
     by_head = (1 / grid).reshape(source.spec.kv_heads, 1, -1)
     yield f"{layer}.value_ungrid", by_head.repeat(heads, axis=1).reshape(-1)
-    yield from _matrix(f"{layer}.o", _finite(source, f"{layer}.o"), fmt)
-    yield f"{layer}.mlp_norm", _finite(source, f"{layer}.mlp_norm")
-    gate_up = np.concatenate([_finite(source, f"{layer}.{name}") for name in ("gate", "up")])
+    yield from _matrix(f"{layer}.o", source.tensor(f"{layer}.o"), fmt)
+    yield f"{layer}.mlp_norm", source.tensor(f"{layer}.mlp_norm")
+    gate_up = np.concatenate([source.tensor(f"{layer}.{name}") for name in ("gate", "up")])
     yield from _matrix(f"{layer}.gate_up", gate_up, fmt)
-    yield from _matrix(f"{layer}.down", _finite(source, f"{layer}.down"), fmt)
+    yield from _matrix(f"{layer}.down", source.tensor(f"{layer}.down"), fmt)
 
 
 def _matrix(name: str, weight: Array, fmt: Format) -> Iterator[tuple[str, Array]]:

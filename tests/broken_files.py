@@ -10,7 +10,19 @@ from typing import Any, NamedTuple
 HUGE = (2**31, 2**32, 2**48, 2**63 - 1, 2**63, 2**64 - 1, 10**30, 10**400)
 SMALL = (-(2**63), -1, 0, 1)
 FLOATS = (1e308, -1e308, 1e-320, 0.5)
-OTHER: tuple[Any, ...] = (None, True, "", "x", "\u0000", "../x", "/etc/passwd", [], {}, [[]], [None])
+OTHER: tuple[Any, ...] = (
+    None,
+    True,
+    "",
+    "x",
+    "\u0000",
+    "../x",
+    "/etc/passwd",
+    [],
+    {},
+    [[]],
+    [None],
+)
 
 
 class Case(NamedTuple):
@@ -61,7 +73,9 @@ def cuts(data: bytes, count: int) -> Iterator[tuple[str, bytes]]:
         yield f"cut at {place}", data[:place]
 
 
-def flips(data: bytes, count: int, source: random.Random, end: int = 0) -> Iterator[tuple[str, bytes]]:
+def flips(
+    data: bytes, count: int, source: random.Random, end: int = 0
+) -> Iterator[tuple[str, bytes]]:
     """``data`` with one bit changed, within its first ``end`` bytes (0: anywhere)."""
     for _ in range(count):
         place, bit = source.randrange(min(end or len(data), len(data))), source.randrange(8)
