@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from onnx import ModelProto
 
+from lowering.finite_source import FiniteSource
 from lowering.flash_image import write_weights
 from lowering.onnx_graphs import head_graph, layers_graph
 from lowering.source import ModelSource
@@ -36,10 +37,11 @@ def emit(
 ) -> Emission:
     """Quantise ``source`` to ``fmt`` and write weights, graphs and tokenizer.
 
-    ``context`` is the largest number of positions that the plan serves.
+    ``context`` is the largest number of positions that the plan serves. A weight that is not finite
+    is an ``InputError``.
     """
     with writer.weights() as sink:
-        tensors = tuple(write_weights(source, fmt, context, sink))
+        tensors = tuple(write_weights(FiniteSource(source), fmt, context, sink))
     weights = sink.artefact()
     head = [t for t in tensors if t.name.split(".")[0] in HEAD_TENSORS]
     layers = layer_tensors(tensors, attention)

@@ -47,7 +47,8 @@ class FiniteSource:
             raise InputError(
                 f"tensor {name} holds a number that is not finite",
                 where=self.spec.name,
-                found=f"{value} at {[place[0] + first, *place[1:]]}",
+                found=f"{value} at {[place[0] + first, *place[1:]]},"
+                f" {array.size - finite.sum()} such here",
                 expected="finite numbers",
                 hint="the file is damaged, or its conversion overflowed; get or convert it again",
             )

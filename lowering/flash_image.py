@@ -8,7 +8,6 @@ from typing import Any, Protocol
 import numpy as np
 
 from lowering.blocks import Blocks, from_floats, from_packed, stacked
-from lowering.finite_source import FiniteSource
 from lowering.linear_nodes import product_name
 from lowering.quantize import ZERO_POINT, dequantize_channels, quantize_channels
 from lowering.source import ModelSource, row_blocks, stored_name, tensor_shapes
@@ -39,7 +38,7 @@ def write_weights(
     scale per row or block: what a tied head stores, in the layout that a row look-up wants.
     """
     refs: list[TensorRef] = []
-    for name, array in _tensors(FiniteSource(source), fmt, context):
+    for name, array in _tensors(source, fmt, context):
         refs.append(sink.add(name, array))
     return refs
 

@@ -58,6 +58,9 @@ _BLOCK_TYPES = tuple(
     GGMLQuantizationType[name]
     for name in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
 )
+_MAX_TAIL_BYTES = 2**20
+"""More than any alignment pads."""
+_GET_AGAIN = "download or convert the file again"
 _MALFORMED = (ValueError, KeyError, IndexError, TypeError, ArithmeticError, RecursionError)
 """What the reader raises on a broken file, beside OSError."""
 
@@ -231,14 +234,32 @@ def _read(path: Path) -> tuple[GGUFReader, dict[str, object]]:
         with path.open("rb") as file:
             magic = file.read(4)
         if magic != b"GGUF":
-            raise InputError("not a GGUF file", where=path, found=magic, expected=b"GGUF")
+            raise InputError(
+                "not a GGUF file", where=path, found=magic, expected=b"GGUF", hint=_GET_AGAIN
+            )
         with np.errstate(over="raise"):
             reader = _BoundedReader(path)
+            _check_length(reader, path)
         return reader, {key: field.contents() for key, field in reader.fields.items()}
     except OSError as error:
         raise InputError(f"cannot read: {error.strerror}", where=path) from error
     except _MALFORMED as error:
-        raise InputError(f"truncated or malformed GGUF: {error}", where=path) from error
+        what = f"truncated or malformed GGUF: {error}"
+        raise InputError(what, where=path, hint=_GET_AGAIN) from error
+
+
+def _check_length(reader: GGUFReader, path: Path) -> None:
+    """InputError for a file that goes on behind its tensors: all of it would be read."""
+    end = max((int(t.data_offset) + int(t.n_bytes) for t in reader.tensors), default=0)
+    size = path.stat().st_size
+    if reader.tensors and size > end + _MAX_TAIL_BYTES:
+        raise InputError(
+            "the file goes on behind its tensors",
+            where=path,
+            found=f"{size} bytes",
+            expected=f"about {end}",
+            hint=_GET_AGAIN,
+        )
 
 
 def _family(metadata: Mapping[str, object], path: Path) -> tuple[str, Family]:

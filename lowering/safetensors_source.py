@@ -1,5 +1,6 @@
 """A model in a Hugging Face folder: config.json, safetensors weights, tokenizer.json."""
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,7 @@ _INNER = {
 _DTYPES = frozenset({"F32", "F16", "BF16", "F64"})
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+_GET_AGAIN = "download the model's folder again"
 
 
 class _ShardIndex(msgspec.Struct, frozen=True):
@@ -175,8 +177,8 @@ def _weight_files(folder: Path) -> Mapping[str, Path]:
     for name in sorted(set(index.weight_map.values())):
         if Path(name).name != name:
             raise InputError("a shard lies outside the folder", where=index_path, found=name)
-        if not (folder / name).is_file():
-            raise InputError(f"shard {name} is missing", where=folder)
+        if not os.path.isfile(folder / name):
+            raise InputError(f"shard {name[:80]} is missing", where=folder, hint=_GET_AGAIN)
     return {tensor: folder / name for tensor, name in index.weight_map.items()}
 
 
@@ -192,7 +194,10 @@ def _open(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt")
     except SafetensorError as error:
-        raise InputError(f"truncated or malformed safetensors: {error}", where=path) from error
+        what = f"truncated or malformed safetensors: {error}"
+        raise InputError(what, where=path, hint=_GET_AGAIN) from error
+    except MemoryError as error:
+        raise InputError("too large to be mapped into memory", where=path) from error
     except OSError as error:
         raise InputError(f"cannot read: {error.strerror or error}", where=path) from error
 

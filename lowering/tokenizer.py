@@ -27,6 +27,10 @@ _ENDS = frozenset(
 """Control tokens that end a turn or a text even where a GGUF file's metadata names only one."""
 
 
+MAX_TEXT_BYTES = 256 * 2**20
+"""A longer document of a model is refused; the largest tokenizers have 30 MB."""
+_GET_AGAIN = "download the model's folder again"
+
 _Document = TypeVar("_Document")
 
 
@@ -302,13 +306,22 @@ def _chat_template(folder: Path, config: _FolderConfig) -> str | None:
 def read_text(path: Path) -> str:
     """A UTF-8 file; InputError if it cannot be read."""
     try:
-        return path.read_bytes().decode()
+        # Opening a named pipe would wait for ever
+        if path.exists() and not path.is_file():
+            raise InputError("not a file", where=path, expected="a regular file", hint=_GET_AGAIN)
+        with path.open("rb") as file:
+            data = file.read(MAX_TEXT_BYTES + 1)
     except FileNotFoundError as error:
-        raise InputError("file is missing", where=path) from error
+        raise InputError("file is missing", where=path, hint=_GET_AGAIN) from error
     except OSError as error:
         raise InputError(f"cannot read: {error.strerror}", where=path) from error
+    if len(data) > MAX_TEXT_BYTES:
+        expected = f"at most {MAX_TEXT_BYTES} bytes"
+        raise InputError("file is too large", where=path, expected=expected, hint=_GET_AGAIN)
+    try:
+        return data.decode()
     except UnicodeDecodeError as error:
-        raise InputError(f"not UTF-8 text: {error.reason}", where=path) from error
+        raise InputError(f"not UTF-8 text: {error.reason}", where=path, hint=_GET_AGAIN) from error
 
 
 def read_json(path: Path, kind: type[_Document]) -> _Document | None:
@@ -317,15 +330,15 @@ def read_json(path: Path, kind: type[_Document]) -> _Document | None:
         return None
     try:
         return msgspec.json.decode(read_text(path), type=kind)
-    except msgspec.DecodeError as error:
-        raise InputError(f"malformed JSON: {error}", where=path) from error
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise InputError(f"malformed JSON: {error}", where=path, hint=_GET_AGAIN) from error
 
 
 def _parse(text: str, where: Path) -> Tokenizer:
     try:
         return Tokenizer.from_str(text)
     except Exception as error:  # the library raises bare Exception
-        raise InputError(f"not a tokenizer: {error}", where=where) from error
+        raise InputError(f"not a tokenizer: {error}", where=where, hint=_GET_AGAIN) from error
 
 
 def _digest(text: str) -> str:

@@ -7,6 +7,7 @@ into each other without loss.
 import hashlib
 import os
 import re
+import stat
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from enum import StrEnum
@@ -183,11 +184,7 @@ def load_profile(name_or_path: str | os.PathLike[str]) -> DeviceProfile:
         hint = nearest(text_name, known) + ", or give the path of a profile file"
         raise InputError("unknown device", found=repr(text_name), hint=hint)
     try:
-        if path.stat().st_size > _MAX_FILE_BYTES:
-            raise InputError(
-                "file is too large for a profile", where=path, expected=f"<= {_MAX_FILE_BYTES} B"
-            )
-        return parse_profile(path.read_text(encoding="utf-8"), text_name)
+        return parse_profile(_read(path).decode(), text_name)
     except OSError as error:
         hint = "check the path, or name one of: " + ", ".join(known)
         raise InputError(
@@ -195,6 +192,19 @@ def load_profile(name_or_path: str | os.PathLike[str]) -> DeviceProfile:
         ) from None
     except UnicodeDecodeError:
         raise InputError("profile is not UTF-8 text", where=path, hint="save it as UTF-8") from None
+
+
+def _read(path: Path) -> bytes:
+    # Opening a named pipe would wait for ever, and a device has no end
+    if not stat.S_ISREG(path.stat().st_mode):
+        hint = "name a profile file"
+        raise InputError("cannot read profile", where=path, found="not a file", hint=hint)
+    with path.open("rb") as file:
+        data = file.read(_MAX_FILE_BYTES + 1)
+    if len(data) > _MAX_FILE_BYTES:
+        expected = f"<= {_MAX_FILE_BYTES} B"
+        raise InputError("file is too large for a profile", where=path, expected=expected)
+    return data
 
 
 def save_profile(profile: DeviceProfile, path: str | os.PathLike[str]) -> None:

@@ -26,6 +26,8 @@ from runtime.plan import (
     TensorType,
 )
 
+EMBEDDING = "embed"
+"""Name of the table that turns token ids into hidden rows."""
 ELEMENT_BYTES = {TensorType.F32: 4, TensorType.U8: 1}
 
 MAX_CONTEXT = 1 << 24
@@ -241,6 +243,17 @@ def _tensors(plan: ExecutionPlan) -> Iterator[Fault]:
         if other.offset_bytes < end:
             found = f"{other.name!r} at {other.offset_bytes}"
             yield Fault("$.tensors", "tensors overlap", found, f">= {end}, the end of {one.name!r}")
+    yield from _embedding(plan)
+
+
+def _embedding(plan: ExecutionPlan) -> Iterator[Fault]:
+    """The one tensor that the runtime itself looks into."""
+    expected = (plan.model.vocab, plan.model.hidden)
+    shapes = {tensor.name: tensor.shape for tensor in plan.tensors}
+    found = shapes.get(EMBEDDING)
+    if found != expected:
+        where = f"$.tensors, {EMBEDDING!r}"
+        yield Fault(where, "no such embedding table", found, f"[vocab, hidden], {expected}")
 
 
 def _graphs(plan: ExecutionPlan) -> Iterator[Fault]:

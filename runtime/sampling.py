@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from profiles.errors import FulcrumError, InputError
+from profiles.errors import IncompatibleError, InputError
 
 GENERATOR = "philox4x64-10"
 """Generator of the noise: key (seed, position), counter from 0, draw i belongs to token i.
@@ -69,7 +69,7 @@ def choose(logits: _Floats, positions: Sequence[int], sampling: Sampling) -> _In
         [n] token ids. A row's id does not depend on which rows share the call.
 
     Raises:
-        FulcrumError: A row has a NaN, an infinity or nothing but -inf; names the position.
+        IncompatibleError: A row has a NaN, an infinity or nothing but -inf; names the position.
     """
     if logits.ndim != 2 or len(logits) != len(positions):
         raise ValueError(f"logits {logits.shape} do not match {len(positions)} positions")
@@ -77,8 +77,12 @@ def choose(logits: _Floats, positions: Sequence[int], sampling: Sampling) -> _In
     best = logits.argmax(axis=1).astype(np.int64, copy=False)
     for row, token, position in zip(logits, best, positions, strict=True):
         if not np.isfinite(row[token]):
-            raise FulcrumError(
-                "cannot choose a token", where=f"position {position}", found=f"logit {row[token]}"
+            raise IncompatibleError(
+                "cannot choose a token",
+                where=f"position {position}",
+                found=f"logit {row[token]}",
+                expected="finite logits",
+                hint="the weights are damaged or overflow; compile again from another copy",
             )
     if sampling.temperature == 0:
         return best

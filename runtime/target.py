@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from profiles.errors import IncompatibleError
 from profiles.words import AttentionKernel, SubLayerId
 from runtime.backends import HIDDEN, HeadSession, LayersSession, PassResult
 from runtime.kv_cache import KvCache
@@ -98,7 +99,16 @@ class Target:
 
     def logits(self, hidden: Array) -> Array:
         """[w, hidden] -> [w, vocab] float32."""
-        return self._head.logits(hidden)
+        found = self._head.logits(hidden)
+        expected = (len(hidden), self.spec.vocab)
+        if found.shape != expected or found.dtype != np.float32:
+            raise IncompatibleError(
+                "the head gives no logits of this model",
+                found=f"{found.dtype} {list(found.shape)}",
+                expected=f"float32 {list(expected)}",
+                hint="make the plan again with `plan compile`",
+            )
+        return found
 
     def close(self) -> None:
         """Release the sessions."""

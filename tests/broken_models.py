@@ -57,7 +57,8 @@ def _extend(path: Path, size: int) -> None:
 
 def _gguf_models() -> Iterator[tuple[str, dict[str, Any]]]:
     """What the writer can be told to write."""
-    for key in ("block_count", "embedding_length", "attention.head_count", "context_length"):
+    yield "context_length = 0", {"metadata": {"llama.context_length": 0}}
+    for key in ("block_count", "embedding_length", "attention.head_count"):
         for value in (0, 7, 2**31, 2**32 - 1):
             yield f"{key} = {value}", {"metadata": {f"llama.{key}": value}}
     for key, value in (
@@ -105,7 +106,8 @@ def _gguf_headers(data: bytes) -> Iterator[tuple[str, bytes]]:
             yield f"{count} {what}", patched(place, "<Q", count)
     tokens = data.index(b"tokenizer.ggml.tokens") + len(b"tokenizer.ggml.tokens")
     for kind in (0, 8, 9, 12, 13, 2**32 - 1):
-        yield f"tokens of type {kind}", patched(tokens, "<I", kind)
+        if kind != 9:
+            yield f"tokens of type {kind}", patched(tokens, "<I", kind)
         if kind != 8:
             yield f"array of type {kind}", patched(tokens + 4, "<I", kind)
     for count in (0, 2**20, 2**32, 2**62, 2**64 - 1):

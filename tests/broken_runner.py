@@ -7,7 +7,6 @@ import faulthandler
 import json
 import os
 import resource
-import signal
 import sys
 import tempfile
 import time
@@ -17,7 +16,7 @@ from typing import Any
 
 from profiles.errors import FulcrumError
 
-LIMIT_S = 10
+LIMIT_S = int(os.environ.get("BROKEN_LIMIT_S", "10"))
 LIMIT_BYTES = 2 * 2**30
 
 
@@ -60,12 +59,30 @@ def read_prompts(path: Path, _: Path) -> None:
     load_prompts(path)
 
 
+def hang(_: Path, __: Path) -> None:
+    """To see whether the time limit works."""
+    time.sleep(60)
+
+
+def eat(_: Path, __: Path) -> None:
+    """To see whether the memory limit works."""
+    bytearray(2 * LIMIT_BYTES)
+
+
+def die(_: Path, __: Path) -> None:
+    """To see whether the end of the process is noticed."""
+    os.abort()
+
+
 READERS: dict[str, Callable[[Path, Path], None]] = {
     "gguf": read_model,
     "folder": read_model,
     "plan": read_plan,
     "profile": read_profile,
     "prompts": read_prompts,
+    "_hangs": hang,
+    "_eats": eat,
+    "_dies": die,
 }
 
 
@@ -91,12 +108,14 @@ def main() -> None:
     cases = json.loads(Path(sys.argv[1]).read_text())
     import planner.compile  # noqa: F401
 
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    # Libraries print to stdout
+    results = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = pages * resource.getpagesize() + LIMIT_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     for kind, path in cases:
-        print(json.dumps(outcome(kind, Path(path))), flush=True)
+        print(json.dumps(outcome(kind, Path(path))), file=results, flush=True)
 
 
 if __name__ == "__main__":
