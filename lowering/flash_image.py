@@ -7,11 +7,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from lowering.blocks import Blocks, from_floats, from_packed, stacked
+from lowering.blocks import FLOAT_BLOCK, Blocks, from_floats, from_packed, stacked
 from lowering.linear_nodes import product_name
 from lowering.quantize import ZERO_POINT, dequantize_channels, quantize_channels
 from lowering.source import ModelSource, row_blocks, stored_name, tensor_shapes
 from lowering.template import VALUE_BITS
+from profiles.errors import UnsupportedError
 from profiles.words import Format
 from runtime.model_spec import ModelSpec
 from runtime.plan import WIDEST_PASS, TensorRef
@@ -127,7 +128,16 @@ def _blocks(source: ModelSource, name: str) -> Blocks:
         if not blocks.finite:
             source.tensor(name)  # refuses it and says where
         return blocks
-    return from_floats(source.tensor(name), 8 if name in ("embed", "head") else 4)
+    weight = source.tensor(name)
+    if weight.shape[1] % FLOAT_BLOCK:
+        raise UnsupportedError(
+            f"w4 needs rows of whole blocks, and tensor {name} has none",
+            where=source.spec.name,
+            found=f"rows of {weight.shape[1]}",
+            expected=f"a multiple of {FLOAT_BLOCK}",
+            hint="choose another --target-format",
+        )
+    return from_floats(weight, 8 if name in ("embed", "head") else 4)
 
 
 def _block_matrix(name: str, blocks: Blocks) -> Iterator[tuple[str, Array]]:

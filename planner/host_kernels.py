@@ -14,6 +14,7 @@ import numpy as np
 
 from lowering.emission import layer_tensors
 from lowering.flash_image import write_weights
+from lowering.linear_nodes import OFFSET_BLOCK
 from lowering.onnx_graphs import head_graph, layers_graph
 from lowering.operator_graphs import (
     OperatorGraph,
@@ -186,6 +187,8 @@ def _linear(opened: _Open) -> Iterator[Timed]:
     for fmt in (Format.W8A16, Format.W4, Format.W8, Format.F32, Format.W8A8):
         for shape, repeats in LINEAR.items():
             if fmt is Format.F32 and shape.k * shape.n > _LARGE_WEIGHTS:
+                continue
+            if fmt in (Format.W4, Format.W8) and shape.k % OFFSET_BLOCK:
                 continue
             few = {Format.F32: 4, Format.W8A8: 2}.get(fmt, 1)
             session = opened(linear_graph(shape, fmt, max(1, round(repeats / few))))

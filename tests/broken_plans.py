@@ -185,7 +185,7 @@ def _graphs(valid: Path) -> Iterator[tuple[str, str, onnx.ModelProto]]:
     )
     yield "functions", "head.onnx", model
     yield "nothing", "head.onnx", onnx.ModelProto()
-    for file, names in (("head.onnx", ("hidden",)), ("layers.onnx", ("hidden", "mask", "on.1"))):
+    for file, names in (("head.onnx", ("hidden",)), ("layers.onnx", ("hidden", "slots", "on.1"))):
         for name in names:
             model = loaded(file)
             next(value for value in model.graph.input if value.name == name).name = "other"

@@ -18,6 +18,7 @@ from planner.cycles import (
     depth_rates,
     ngram_option,
     off_option,
+    plain_option,
     rank,
     skip_option,
 )
@@ -73,7 +74,7 @@ def test_depth_rates_are_conditional() -> None:
 
 
 def test_the_decision_names_winner_runner_up_and_what_would_flip_it() -> None:
-    off = off_option(TIMES, 128)
+    off = plain_option(TIMES, 128)
     poor = skip_option(TIMES, 128, MASK, DepthCounts((100,), (3,)), 4)
     ranked = best([poor, off])
     decision = decide("cycle[0]", ranked, off, "")

@@ -270,7 +270,7 @@ def test_measuring_runs_every_kernel_and_divides_by_its_repeats(
     eight_bit = [p for p in products if p.format is Format.W8A16]
     assert {p.width for p in eight_bit} == set(host_kernels.WIDTHS)
     assert {p.time_us.value / p.width for p in eight_bit} == {50.0}
-    assert {p.format for p in products} == {Format.F32, Format.W8A16, Format.W8A8}
+    assert {p.format for p in products} == set(Format)
     # grouped again after being measured in another order, so that the file stays small
     assert [p.operator for p in profile.points] == sorted(
         (p.operator for p in profile.points), key=["linear", "attention", "glue"].index

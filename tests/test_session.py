@@ -10,7 +10,7 @@ from tiny_models import EOS_ID
 
 import runtime
 from profiles.errors import IncompatibleError, InputError
-from profiles.words import Format
+from profiles.words import AttentionKernel, Format
 from runtime.plan import OFF, Cycle, DraftSource
 from runtime.sampling import GREEDY, Sampling
 from runtime.session import FinishReason, Session
@@ -196,7 +196,7 @@ def test_a_closed_session_says_so(compiled: Callable[[Recipe], Path]) -> None:
 
 
 def test_a_short_text_pays_for_no_long_one_before(compiled: Callable[[Recipe], Path]) -> None:
-    with Session(compiled(Recipe())) as session:
+    with Session(compiled(Recipe(attention=AttentionKernel.EXACT))) as session:
         first = session.generate("short", max_new_tokens=4)
         small = session._cache.capacity
         session.generate("long " * 30, max_new_tokens=4)

@@ -40,8 +40,8 @@ def wrong_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     """A verify pass that, whenever there is a draft, takes its first token unseen."""
     honest = Decoding._verify
 
-    def gullible(self: Decoding, draft: Sequence[int]) -> tuple[list[int], float]:
-        added, us = honest(self, draft)
+    def gullible(self: Decoding, draft: Sequence[int], lone: bool) -> tuple[list[int], float]:
+        added, us = honest(self, draft, lone)
         if draft and added[0] != draft[0]:
             self.tokens[-1] = draft[0]
         return added, us
