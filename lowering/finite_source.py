@@ -21,9 +21,9 @@ class FiniteSource:
 
     def tensor(self, name: str) -> NDArray[np.float32]:
         """A tensor that is known to hold finite numbers alone."""
-        array = self._source.tensor(name)
-        # The sum is not finite if a number is not, and is quicker to take
         with np.errstate(over="ignore", invalid="ignore"):
+            array = self._source.tensor(name)
+            # The sum is not finite if a number is not, and is quicker to take
             suspicious = not np.isfinite(array.sum())
         if suspicious and not (finite := np.isfinite(array)).all():
             place = tuple(int(index) for index in np.argwhere(~finite)[0])
