@@ -2,6 +2,7 @@
 PYTHON ?= $(shell for p in python3.11 python3; do $$p -c '' 2>/dev/null && echo $$p && break; done)
 VENV ?= .venv
 OUTPUT ?= demo-output
+FUZZ_S ?= 600
 
 PIP := $(VENV)/bin/python -m pip
 PLAN := $(VENV)/bin/plan
@@ -14,7 +15,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench clean
+.PHONY: help demo test fuzz lint bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-6s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -32,6 +33,9 @@ demo: $(INSTALLED) ## compile a small model for this machine and for a phone, ru
 
 test: $(INSTALLED) ## run every test, the slow ones too (pass options with PYTEST_ARGS=...)
 	$(VENV)/bin/python -m pytest $(PYTEST_ARGS)
+
+fuzz: $(INSTALLED) ## feed each reader of files broken ones, FUZZ_S seconds each (600)
+	FUZZ_S=$(FUZZ_S) $(VENV)/bin/python -m pytest tests/test_fuzz_readers.py $(PYTEST_ARGS)
 
 lint: $(INSTALLED) ## check format, style and types
 	$(VENV)/bin/ruff format --check .

@@ -21,11 +21,13 @@ class FiniteSource:
 
     def tensor(self, name: str) -> NDArray[np.float32]:
         """A fresh, contiguous float32 copy of a tensor."""
-        return self._checked(name, self._source.tensor(name))
+        with np.errstate(over="ignore", invalid="ignore"):
+            return self._checked(name, self._source.tensor(name))
 
     def rows(self, name: str, first: int, end: int) -> NDArray[np.float32]:
         """Rows ``first`` to ``end`` of a matrix."""
-        return self._checked(name, self._source.rows(name, first, end), first)
+        with np.errstate(over="ignore", invalid="ignore"):
+            return self._checked(name, self._source.rows(name, first, end), first)
 
     def packed(self, name: str) -> PackedTensor | None:
         """The tensor's own blocks, unchecked: its scales are numbers only once they are read."""
@@ -39,8 +41,7 @@ class FiniteSource:
         self, name: str, array: NDArray[np.float32], first: int = 0
     ) -> NDArray[np.float32]:
         # The sum is not finite if a number is not, and reading once is half the work
-        with np.errstate(over="ignore", invalid="ignore"):
-            suspicious = not np.isfinite(array.sum())
+        suspicious = not np.isfinite(array.sum())
         if suspicious and not (finite := np.isfinite(array)).all():
             place = tuple(int(index) for index in np.argwhere(~finite)[0])
             value = array[place]

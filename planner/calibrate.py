@@ -26,6 +26,7 @@ from planner.agreement import (
     skip_losses,
 )
 from planner.corpus import Text, committed_cache, continue_prompts
+from planner.locks import locked
 from planner.prompt_file import Prompt, Split
 from planner.quality import measure_quality
 from profiles.errors import InputError
@@ -229,13 +230,30 @@ def read_store(file: Path) -> Store:
         return Store()
 
 
+def merged(one: Store, other: Store) -> Store:
+    """All that is in either; both measured the same model, so what both have is equal."""
+    drafts = {(draft.skipped, draft.split): draft for draft in other.drafts}
+    for draft in one.drafts:
+        known = drafts.get((draft.skipped, draft.split))
+        if known is None or len(known.counts.tried) <= len(draft.counts.tried):
+            drafts[draft.skipped, draft.split] = draft
+    return Store(
+        texts={**other.texts, **one.texts},
+        losses=max(one.losses, other.losses, key=len),
+        drafts=list(drafts.values()),
+        quality=one.quality or other.quality,
+    )
+
+
 def write_store(file: Path, store: Store) -> None:
-    """Replace ``file`` as one step; a full or read-only disk costs only the memory."""
+    """Add ``store`` to ``file`` as one step; a full or read-only disk costs only the memory."""
     partial = file.with_name(f"{file.name}.{os.getpid()}.partial")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_bytes(msgspec.json.encode(store))
-        partial.replace(file)
+        with locked(file.parent, "another process that keeps its calibration"):
+            store = merged(store, read_store(file))
+            partial.write_bytes(msgspec.json.encode(store))
+            partial.replace(file)
     except OSError as error:
         with contextlib.suppress(OSError):
             partial.unlink()

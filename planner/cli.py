@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 INTERNAL = 1
 BAD_INPUT = 2
+INFEASIBLE = 4
 CLOSED_PIPE = 141
 """As a shell reports a program that SIGPIPE ended."""
 SIGNALLED = 128
@@ -69,6 +70,9 @@ def _guarded(arguments: "Sequence[str]") -> int:
             raise
         except KeyboardInterrupt:
             return _stopped(signals)
+        except MemoryError as error:
+            hint = "free some, or ask for less with --context and --dram-budget"
+            return _fail(f"error: not enough memory ({error or 'none left'}); {hint}", INFEASIBLE)
         except Exception as error:
             # Extension modules turn an interrupt into errors of their own
             if signals:

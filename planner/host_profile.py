@@ -12,6 +12,7 @@ import msgspec
 
 from planner.cache import cache_folder
 from planner.host_glue import with_remainder
+from planner.locks import locked
 from planner.roofline import ROWS_PER_TOKEN
 from profiles.errors import FulcrumError, InputError
 from profiles.measure import (
@@ -97,14 +98,17 @@ def host_profile(
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError("cannot make the folder", where=path, found=error.strerror) from None
-    _log.info("measuring this machine, which takes about %.0f s", budget_s)
-    versions = software_versions(onnxruntime=version("onnxruntime"))
-    stamp = Stamp(cite=METHOD, versions=versions)
-    findings = (measure or measure_host)(stamp, threads, budget_s, progress)
-    profile = assemble(findings, threads)
-    save_profile(profile, path)
-    # As a later run will find it, so that the same plan comes of both
-    return load_profile(path)
+    # Two that measure at once would measure each other
+    with locked(path.parent, "another process that measures this machine") as waited:
+        if waited and (kept := cached_host_profile(path, threads=threads)) is not None:
+            return kept
+        _log.info("measuring this machine, which takes about %.0f s", budget_s)
+        versions = software_versions(onnxruntime=version("onnxruntime"))
+        stamp = Stamp(cite=METHOD, versions=versions)
+        findings = (measure or measure_host)(stamp, threads, budget_s, progress)
+        save_profile(assemble(findings, threads), path)
+        # As a later run will find it, so that the same plan comes of both
+        return load_profile(path)
 
 
 def cached_host_profile(

@@ -39,7 +39,12 @@ class FulcrumError(Exception):
             line += f" ({', '.join(details)})"
         if self.hint:
             line += f"; {self.hint}"
-        return line
+        return _one_line(line)
+
+
+def _one_line(text: str) -> str:
+    """``text`` without line breaks, and without what a terminal would take for a command."""
+    return "".join(char if char.isprintable() else " " if char.isspace() else "?" for char in text)
 
 
 class InputError(FulcrumError):

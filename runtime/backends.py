@@ -1,5 +1,6 @@
 """ONNX Runtime sessions of a plan: one for the layers, one for the head, bindings made once."""
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ from runtime.model_spec import ModelSpec
 
 Array = np.ndarray[Any, Any]
 
+_FOLDER = "session.model_external_initializers_file_folder_path"
 HIDDEN = np.float32(-1e30)
 """Mask value of a slot that a row may not look at."""
 
@@ -52,7 +54,10 @@ def open_session(
     for name, value in values.items():
         options.add_initializer(name, value)
     try:
-        source = graph if isinstance(graph, bytes) else str(graph)
+        source = graph if isinstance(graph, bytes) else graph.read_bytes()
+        if isinstance(graph, Path):
+            # As bytes: the library takes text for UTF-8, whatever the locale is
+            options.add_session_config_entry(_FOLDER, os.fsencode(graph.parent))
         session = ort.InferenceSession(source, options, providers=["CPUExecutionProvider"])
     except Exception as error:
         raise IncompatibleError(

@@ -107,6 +107,11 @@ def test_a_graph_is_looked_at_although_its_digest_is_right(
         load(path)
 
 
+def test_an_error_cannot_command_the_terminal() -> None:
+    error = FulcrumError("bad\nname", where="a\x1b[2Jb", found="c\rd\u202ee", hint="\x07")
+    assert str(error) == "a?[2Jb: bad name (found c d?e); ?"
+
+
 SAMPLE = 3
 
 

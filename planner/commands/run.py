@@ -88,11 +88,14 @@ def read_prompt(prompt: str) -> str:
     """
     try:
         if prompt == "-":
-            return sys.stdin.read().removesuffix("\n")
-        if prompt.startswith("@"):
-            return (
-                Path(os.path.expanduser(prompt[1:])).read_text(encoding="utf-8").removesuffix("\n")
-            )
+            text = sys.stdin.read().removesuffix("\n")
+        elif prompt.startswith("@"):
+            file = Path(os.path.expanduser(prompt[1:]))
+            text = file.read_text(encoding="utf-8").removesuffix("\n")
+        else:
+            text = prompt
+        # In a locale without Unicode, what is no ASCII comes as escaped bytes
+        return os.fsencode(text).decode() if _is_escaped(text) else text
     except OSError as error:
         hint = "use - to read stdin" if prompt == "@" else None
         raise InputError(
@@ -100,7 +103,10 @@ def read_prompt(prompt: str) -> str:
         ) from error
     except UnicodeDecodeError as error:
         raise InputError("the prompt is not UTF-8 text", where=prompt.lstrip("@")) from error
-    return prompt
+
+
+def _is_escaped(text: str) -> bool:
+    return any("\udc80" <= character <= "\udcff" for character in text)
 
 
 def has_chat(session: Session, asked: bool | None) -> bool:
