@@ -48,8 +48,10 @@ def open_session(
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
     options.log_severity_level = 4
-    # A spinning worker steals the core that the caller needs between two passes.
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    # Waking a worker takes longer than most operators do; one that still spins after the pass would
+    # steal the core that the caller needs then.
+    options.add_session_config_entry("session.intra_op.allow_spinning", "1")
+    options.add_session_config_entry("session.force_spinning_stop", "1")
     values = {name: ort.OrtValue.ortvalue_from_numpy(array) for name, array in constants.items()}
     for name, value in values.items():
         options.add_initializer(name, value)
