@@ -247,13 +247,17 @@ def _tensors(plan: ExecutionPlan) -> Iterator[Fault]:
 
 
 def _embedding(plan: ExecutionPlan) -> Iterator[Fault]:
-    """The one tensor that the runtime itself looks into."""
+    """The tensors that the runtime itself looks into: the table, and its scales."""
     expected = (plan.model.vocab, plan.model.hidden)
     shapes = {tensor.name: tensor.shape for tensor in plan.tensors}
     found = shapes.get(EMBEDDING)
     if found != expected:
         where = f"$.tensors, {EMBEDDING!r}"
         yield Fault(where, "no such embedding table", found, f"[vocab, hidden], {expected}")
+    for name, shape in shapes.items():
+        if name.startswith(f"{EMBEDDING}.") and shape[:1] != expected[:1]:
+            where = f"$.tensors, {name!r}"
+            yield Fault(where, "no row for each token", shape, f"{expected[0]} rows")
 
 
 def _graphs(plan: ExecutionPlan) -> Iterator[Fault]:

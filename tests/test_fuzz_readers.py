@@ -36,32 +36,15 @@ SLOWEST_S = 10.0
 
 
 def fuzzed(examples: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Some examples; or, with FUZZ_S, as many as there is time for, never the same ones."""
+    """How many examples a round has; with FUZZ_S no round has the examples of another."""
     return settings(
-        max_examples=10**9 if SECONDS else examples,
+        max_examples=10 * examples if SECONDS else examples,
         deadline=None,
         database=None,
         derandomize=not SECONDS,
         suppress_health_check=list(HealthCheck),
         phases=[Phase.generate],
     )
-
-
-class TimeUpError(Exception):
-    """Ends a long run."""
-
-
-class Clock:
-    """Ends a fuzzer when its time is up."""
-
-    def __init__(self) -> None:
-        self.end = time.monotonic() + SECONDS
-        self.runs = 0
-
-    def tick(self) -> None:
-        self.runs += 1
-        if SECONDS and time.monotonic() > self.end:
-            raise TimeUpError(f"{self.runs} runs without a finding")
 
 
 @pytest.fixture(autouse=True)
@@ -89,15 +72,11 @@ def refused(read: Callable[[], object]) -> bool:
 
 
 def endless(test: Callable[[], None]) -> None:
-    """Run a fuzzer; the end of its time is no failure."""
-    try:
+    """Run a fuzzer; again and again, each time with other examples, while there is time."""
+    end = time.monotonic() + SECONDS
+    test()
+    while time.monotonic() < end:
         test()
-    except TimeUpError as end:
-        print(end)
-    except BaseExceptionGroup as group:
-        # Hypothesis found that the clock rang in more than one place
-        if not all(isinstance(error, TimeUpError) for error in group.exceptions):
-            raise
 
 
 def edits(size: int) -> st.SearchStrategy[list[tuple[int, int, bytes]]]:
@@ -155,12 +134,10 @@ def swapped(document: Any, at: tuple[Any, ...], value: Any) -> Any:
 def test_fuzz_gguf(tmp_path: Path) -> None:
     valid = write_gguf(tmp_path / "x.gguf", SHAPE, kind=GGMLQuantizationType.Q8_0).read_bytes()
     header = valid.index(b"output_norm.weight") + 64
-    clock = Clock()
 
     @fuzzed(60)
     @given(edits(header))
     def fuzz(changes: list[tuple[int, int, bytes]]) -> None:
-        clock.tick()
         replace(tmp_path / "x.gguf", edited(valid, changes))
         refused(lambda: read_model(tmp_path / "x.gguf", tmp_path))
 
@@ -171,12 +148,10 @@ def test_fuzz_gguf(tmp_path: Path) -> None:
 def test_fuzz_model_folder(tmp_path: Path, name: str) -> None:
     folder = write_hf_folder(tmp_path / "tiny", SHAPE)
     valid = (folder / name).read_bytes()
-    clock = Clock()
 
     @fuzzed(40)
     @given(edits(min(len(valid), 3000)))
     def fuzz(changes: list[tuple[int, int, bytes]]) -> None:
-        clock.tick()
         replace(folder / name, edited(valid, changes))
         refused(lambda: read_model(folder, tmp_path))
 
@@ -187,12 +162,10 @@ def test_fuzz_model_folder(tmp_path: Path, name: str) -> None:
 def test_fuzz_values_of_a_model_folder(tmp_path: Path, name: str) -> None:
     folder = write_hf_folder(tmp_path / "tiny", SHAPE)
     document = json.loads((folder / name).read_bytes())
-    clock = Clock()
 
     @fuzzed(40)
     @given(st.sampled_from(places(document)), JSON)
     def fuzz(at: tuple[Any, ...], value: Any) -> None:
-        clock.tick()
         replace(folder / name, json.dumps(swapped(document, at, value)).encode())
         refused(lambda: read_model(folder, tmp_path))
 
@@ -204,12 +177,10 @@ def test_fuzz_sealed_plan(tmp_path: Path, name: str) -> None:
     folder = tmp_path / "x.plan"
     compile_recipe(RECIPE, folder)
     valid, document = (folder / name).read_bytes(), (folder / "plan.json").read_bytes()
-    clock = Clock()
 
     @fuzzed(40)
     @given(edits(len(valid)))
     def fuzz(changes: list[tuple[int, int, bytes]]) -> None:
-        clock.tick()
         broken = edited(valid, changes)
         if name == "plan.json":
             seal_text(folder, broken)
@@ -226,12 +197,10 @@ def test_fuzz_values_of_a_plan(tmp_path: Path) -> None:
     folder = tmp_path / "x.plan"
     compile_recipe(RECIPE, folder)
     document = json.loads((folder / "plan.json").read_bytes())
-    clock = Clock()
 
     @fuzzed(60)
     @given(st.sampled_from(places(document)), JSON)
     def fuzz(at: tuple[Any, ...], value: Any) -> None:
-        clock.tick()
         data = json.dumps(swapped(document, at, value)).encode()
         if not refused(lambda: decode_plan(data, "plan.json")):
             seal_text(folder, data)
@@ -248,12 +217,10 @@ def test_fuzz_graph_attributes(tmp_path: Path) -> None:
         name: onnx.load(folder / name, load_external_data=False)
         for name in ("head.onnx", "layers.onnx")
     }
-    clock = Clock()
 
     @fuzzed(40)
     @given(st.sampled_from(sorted(valid)), st.data())
     def fuzz(name: str, data: st.DataObject) -> None:
-        clock.tick()
         model = onnx.ModelProto()
         model.CopyFrom(valid[name])
         for _ in range(data.draw(st.integers(1, 3))):
@@ -293,12 +260,10 @@ def test_fuzz_graph_attributes(tmp_path: Path) -> None:
 def test_fuzz_profile(tmp_path: Path) -> None:
     save_profile(load_profile("oneplus12"), tmp_path / "x.toml")
     valid = (tmp_path / "x.toml").read_bytes()
-    clock = Clock()
 
     @fuzzed(60)
     @given(edits(len(valid)))
     def fuzz(changes: list[tuple[int, int, bytes]]) -> None:
-        clock.tick()
         replace(tmp_path / "x.toml", edited(valid, changes))
         refused(lambda: load_profile(tmp_path / "x.toml"))
 
@@ -307,12 +272,10 @@ def test_fuzz_profile(tmp_path: Path) -> None:
 
 def test_fuzz_prompts(tmp_path: Path) -> None:
     valid = b'{"id": "a", "category": "chat", "prompt": "Why?", "split": "report"}\n' * 2
-    clock = Clock()
 
     @fuzzed(100)
     @given(edits(len(valid)))
     def fuzz(changes: list[tuple[int, int, bytes]]) -> None:
-        clock.tick()
         replace(tmp_path / "x.jsonl", edited(valid, changes))
         refused(lambda: load_prompts(tmp_path / "x.jsonl"))
 
@@ -387,12 +350,10 @@ def test_fuzz_chat_template(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(template_limits, "MAX_SECONDS", 0.5)
     messages = [{"role": "user", "content": "Why is the sky blue?"}]
     bases = st.sampled_from(["", CHAT_TEMPLATE, *HARMLESS.values()])
-    clock = Clock()
 
     @fuzzed(150)
     @given(bases, st.lists(st.sampled_from(PIECES), max_size=30), st.integers(0, 10**4))
     def fuzz(base: str, pieces: list[str], place: int) -> None:
-        clock.tick()
         place = place % (len(base) + 1)
         template = base[:place] + "".join(pieces) + base[place:]
         refused(lambda: chat_template.render_chat(template, messages, "<s>", "</s>"))
@@ -401,13 +362,11 @@ def test_fuzz_chat_template(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_fuzz_sampling_settings() -> None:
-    clock = Clock()
     number = st.floats() | st.integers()
 
     @fuzzed(100)
     @given(number, st.integers(), number, st.integers())
     def fuzz(temperature: float, top_k: int, top_p: float, seed: int) -> None:
-        clock.tick()
         refused(lambda: Sampling(temperature, top_k, top_p, seed))
 
     endless(fuzz)
