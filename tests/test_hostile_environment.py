@@ -174,7 +174,9 @@ def test_two_compiles_to_one_output_both_end_well(work: Path, model: Path, promp
     both = [started(*compiling(model, prompts, "-o", "x.plan"), cwd=work) for _ in range(2)]
     for process in both:
         code, _, err = ended(process)
-        assert (code, err) == (0, "")
+        assert code == 0
+        # One may say that it waits for the other
+        assert all(line.startswith("WARNING planner.locks") for line in err.splitlines())
     load_plan(work / "x.plan")
     assert [entry.name for entry in work.iterdir()] == ["x.plan"]
 
