@@ -10,7 +10,7 @@ from lowering.flash_image import write_weights
 from lowering.onnx_graphs import head_graph, layers_graph
 from lowering.source import ModelSource
 from profiles.words import AttentionKernel, Format
-from runtime.plan import TOKENIZER_FILE, Artefact, Graph, GraphKind, TensorRef
+from runtime.plan import TOKENIZER_FILE, Artefact, Formats, Graph, GraphKind, TensorRef
 from runtime.plan_folder import PlanWriter
 
 HEAD_TENSORS = ("final_norm", "head")
@@ -30,13 +30,14 @@ class Emission(NamedTuple):
 
 def emit(
     source: ModelSource,
-    fmt: Format,
+    fmt: Format | Formats,
     context: int,
     writer: PlanWriter,
     attention: AttentionKernel = AttentionKernel.FUSED,
 ) -> Emission:
-    """Quantise ``source`` to ``fmt`` and write weights, graphs and tokenizer.
+    """Quantise ``source`` and write weights, graphs and tokenizer.
 
+    ``fmt`` is the format of all parts or of each.
     ``context`` is the largest number of positions that the plan serves. A weight that is not finite
     is an ``InputError``.
     """

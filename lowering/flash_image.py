@@ -15,7 +15,7 @@ from lowering.template import VALUE_BITS
 from profiles.errors import UnsupportedError
 from profiles.words import Format
 from runtime.model_spec import ModelSpec
-from runtime.plan import WIDEST_PASS, TensorRef
+from runtime.plan import WIDEST_PASS, Formats, TensorRef, formats_of
 
 Array = np.ndarray[Any, Any]
 
@@ -29,7 +29,7 @@ class TensorSink(Protocol):
 
 
 def write_weights(
-    source: ModelSource, fmt: Format, context: int, sink: TensorSink
+    source: ModelSource, fmt: Format | Formats, context: int, sink: TensorSink
 ) -> list[TensorRef]:
     """All constants of a model in ``fmt``; ``context`` positions of rotary tables.
 
@@ -39,20 +39,20 @@ def write_weights(
     scale per row or block: what a tied head stores, in the layout that a row look-up wants.
     """
     refs: list[TensorRef] = []
-    for name, array in _tensors(source, fmt, context):
+    for name, array in _tensors(source, formats_of(fmt), context):
         refs.append(sink.add(name, array))
     return refs
 
 
-def _tensors(source: ModelSource, fmt: Format, context: int) -> Iterator[tuple[str, Array]]:
+def _tensors(source: ModelSource, formats: Formats, context: int) -> Iterator[tuple[str, Array]]:
     spec = source.spec
-    yield from _embedding(source, fmt)
+    yield from _embedding(source, formats.head)
     # Rows that pad a pass at the end of the context have positions too
     yield from rotary_tables(spec, context + WIDEST_PASS).items()
     for layer in range(spec.layers):
-        yield from _layer(source, fmt, f"layers.{layer}")
+        yield from _layer(source, formats, f"layers.{layer}")
     yield "final_norm", source.tensor("final_norm")
-    yield from _product(source, "", ["head"], fmt)
+    yield from _product(source, "", ["head"], formats.head)
 
 
 def _embedding(source: ModelSource, fmt: Format) -> Iterator[tuple[str, Array]]:
@@ -77,7 +77,8 @@ def _embedding(source: ModelSource, fmt: Format) -> Iterator[tuple[str, Array]]:
     yield "embed.scale", scale
 
 
-def _layer(source: ModelSource, fmt: Format, layer: str) -> Iterator[tuple[str, Array]]:
+def _layer(source: ModelSource, formats: Formats, layer: str) -> Iterator[tuple[str, Array]]:
+    fmt, mlp = formats.attention, formats.mlp
     spec, parts = source.spec, ("q", "k", "v")
     norm = source.tensor(f"{layer}.attn_norm")
     yield f"{layer}.attn_norm", norm
@@ -96,8 +97,8 @@ def _layer(source: ModelSource, fmt: Format, layer: str) -> Iterator[tuple[str, 
     yield f"{layer}.value_ungrid", by_head.repeat(heads, axis=1).reshape(-1)
     yield from _product(source, f"{layer}.", ["o"], fmt)
     yield f"{layer}.mlp_norm", source.tensor(f"{layer}.mlp_norm")
-    yield from _product(source, f"{layer}.", ["gate", "up"], fmt)
-    yield from _product(source, f"{layer}.", ["down"], fmt)
+    yield from _product(source, f"{layer}.", ["gate", "up"], mlp)
+    yield from _product(source, f"{layer}.", ["down"], mlp)
 
 
 def _head_norms(source: ModelSource, layer: str) -> Array:

@@ -7,7 +7,7 @@ import numpy as np
 
 from lowering.onnx_nodes import CONTRIB, Constant, Nodes
 from lowering.quantize import SMALLEST_ROW, STEPS, ZERO_POINT
-from profiles.words import Format
+from profiles.words import Format, SubLayerKind
 from runtime.model_spec import ModelSpec
 from runtime.plan import TensorRef
 
@@ -16,6 +16,12 @@ if TYPE_CHECKING:
 
 OFFSET_BLOCK = 32
 """Weights that share an offset, in every type that has one."""
+PART_KINDS = {
+    **dict.fromkeys(("q", "k", "v", "o"), SubLayerKind.ATTENTION),
+    **dict.fromkeys(("gate", "up", "down"), SubLayerKind.MLP),
+    "head": None,
+}
+"""Where a matrix belongs, by its short name."""
 INTEGER_ACCURACY = 4
 """``MatMulNBits`` rounds activations to bytes by block and multiplies integers."""
 
@@ -100,8 +106,9 @@ def product(g: Nodes, x: str, prefix: str, parts: Sequence[str], t: "Template") 
     Several where their blocks are of several kinds (``lowering.flash_image``).
     """
     whole = product_name(prefix, parts)
-    if t.fmt is not Format.W4:
-        return linear(g, x, whole, t.fmt)
+    fmt = t.formats.of(PART_KINDS[parts[0]])
+    if fmt is not Format.W4:
+        return linear(g, x, whole, fmt)
     for first in range(len(parts), 0, -1):
         name = product_name(prefix, parts[:first])
         if name in t.tensors:

@@ -18,7 +18,7 @@ from lowering.onnx_nodes import Nodes, onnx_model, switch, tensor_info
 from lowering.template import Template
 from profiles.words import AttentionKernel, Format
 from runtime.model_spec import ModelSpec
-from runtime.plan import TensorRef
+from runtime.plan import Formats, TensorRef
 
 
 def _attention(g: Nodes, x: str, layer: int, t: Template) -> tuple[str, str, str]:
@@ -41,7 +41,7 @@ def _mlp(g: Nodes, x: str, layer: int, t: Template) -> str:
 
 def layers_graph(
     spec: ModelSpec,
-    fmt: Format,
+    fmt: Format | Formats,
     context: int,
     attention: AttentionKernel,
     tensors: Sequence[TensorRef],
@@ -99,13 +99,16 @@ def slot_counts() -> list[Any]:
     ]
 
 
-def head_graph(spec: ModelSpec, fmt: Format, tensors: Sequence[TensorRef]) -> onnx.ModelProto:
+def head_graph(
+    spec: ModelSpec, fmt: Format | Formats, tensors: Sequence[TensorRef]
+) -> onnx.ModelProto:
     """Final norm and LM head: ``hidden`` [w, d] -> ``logits`` [w, vocab], float32."""
     g, t = Nodes("head"), Template(spec, fmt, 1, AttentionKernel.FUSED, tensors)
     y = product(g, norm(g, "hidden", "final_norm", spec), "", ("head",), t)
     g.named("logits", "Identity", y)
     constants = [
-        numpy_helper.from_array(np.asarray(v), k) for k, v in linear_constants(fmt).items()
+        numpy_helper.from_array(np.asarray(v), k)
+        for k, v in linear_constants(t.formats.head).items()
     ]
     inputs = [tensor_info("hidden", ["w", spec.hidden])]
     return onnx_model(

@@ -11,7 +11,7 @@ from lowering.linear_nodes import linear_constants
 from lowering.onnx_nodes import Constant
 from profiles.words import AttentionKernel, Format
 from runtime.model_spec import ModelSpec
-from runtime.plan import TensorRef
+from runtime.plan import Formats, TensorRef, formats_of
 
 VALUE_BITS = 21
 """Magnitude of a value on its channel's grid."""
@@ -29,13 +29,13 @@ class Template:
     def __init__(
         self,
         spec: ModelSpec,
-        fmt: Format,
+        formats: Format | Formats,
         context: int,
         attention: AttentionKernel,
         tensors: Iterable[TensorRef] = (),
     ) -> None:
         self.spec = spec
-        self.fmt = fmt
+        self.formats = formats_of(formats)
         self.attention = attention
         self.tensors = {tensor.name: tensor for tensor in tensors}
         self.group = spec.heads // spec.kv_heads
@@ -46,7 +46,8 @@ class Template:
                 [-1, spec.heads + spec.kv_heads, spec.head_dim]
             )
             self.constants["unit_norm"] = np.ones(spec.head_dim, np.float32)
-        self.constants |= linear_constants(fmt)
+        for fmt in (self.formats.attention, self.formats.mlp):
+            self.constants |= linear_constants(fmt)
 
     def initializers(self) -> list[onnx.TensorProto]:
         """The small constants, stored inside the graph."""

@@ -67,7 +67,7 @@ def assemble(
     context: int,
 ) -> ExecutionPlan:
     """The plan; deterministic in its arguments."""
-    times = decided.times
+    times, formats = decided.times, decided.machine.formats
     masks = all_masks(decided.choices)
     chunk = best_chunk(times, min(PREFILL_CONTEXT, context))
     buckets = tuple(
@@ -78,7 +78,7 @@ def assemble(
         format=FORMAT,
         model=source.spec,
         device=device_identity(decided.machine, budget_bytes),
-        target_format=decided.machine.format,
+        target_format=formats.attention,
         numerics=times.classes,
         context=context,
         prefill=Prefill(chunk),
@@ -103,6 +103,7 @@ def assemble(
         energy_j_per_token=energy(times, decided),
         decisions=decisions(decided),
         assumptions=assumptions(decided, calibration),
+        formats=formats if len(set(msgspec.structs.astuple(formats))) > 1 else None,
     )
 
 

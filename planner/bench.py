@@ -169,7 +169,7 @@ def bench_data(samples: Sequence[Sample], session: Session, comparable: bool) ->
     return {
         "model": plan.model.name,
         "device": plan.device.name,
-        "target_format": plan.target_format.value,
+        "target_format": str(plan.part_formats),
         "device_is_here": comparable,
         "plan_speculates": speculates(plan),
         "prompts": len({sample.prompt_id for sample in samples}),

@@ -30,9 +30,9 @@ from planner.locks import locked
 from planner.prompt_file import Prompt, Split
 from planner.quality import measure_quality
 from profiles.errors import InputError
-from profiles.words import Format, SubLayerId
+from profiles.words import SubLayerId
 from runtime.kv_cache import KvCache
-from runtime.plan import Quality
+from runtime.plan import Formats, Quality
 from runtime.target import Target
 from runtime.tokens import Tokens
 
@@ -74,13 +74,13 @@ class Store(msgspec.Struct):
 
 
 def calibration_digest(
-    source: ModelSource, fmt: Format, prompts: Sequence[Prompt], context: int
+    source: ModelSource, formats: Formats, prompts: Sequence[Prompt], context: int
 ) -> str:
     """SHA-256 of everything that a calibration depends on."""
     # The model's name does not matter, everything else that is known of it does
     spec = msgspec.structs.replace(source.spec, name="")
     sizes = (NEW_TOKENS, MAX_PROMPT_TOKENS, LOSS_TEXTS, LOSS_ROOTS)
-    parts = [VERSION, sizes, fmt, context, spec, list(prompts)]
+    parts = [VERSION, sizes, str(formats), context, spec, list(prompts)]
     return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()
 
 

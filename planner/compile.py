@@ -24,7 +24,7 @@ from profiles.errors import InputError, UnsupportedError
 from profiles.measure import usable_cores
 from profiles.profile import DeviceProfile, load_profile
 from profiles.words import AttentionKernel, Format, SubLayerId
-from runtime.plan import Artefact, ExecutionPlan, Graph, GraphKind
+from runtime.plan import Artefact, ExecutionPlan, Formats, Graph, GraphKind, formats_of
 from runtime.plan_folder import PlanWriter, map_tensors
 from runtime.target import Target
 from runtime.tokens import Tokens
@@ -45,7 +45,8 @@ class Request(msgspec.Struct, frozen=True):
     model: str
     device: str
     output: Path
-    target_format: Format = Format.W8A16
+    target_format: Format | Formats = Format.W8A16
+    """Of all parts, or of each."""
     context: int | None = None
     """Positions; None takes the model's, up to ``DEFAULT_CONTEXT``."""
     dram_budget_bytes: int | None = None
@@ -66,37 +67,39 @@ def compile_plan(request: Request, report: Report) -> ExecutionPlan:
 
     Nothing is left behind when it fails or is interrupted, except measurements in the cache.
     """
-    check_format(request.target_format)
+    formats = formats_of(request.target_format)
+    check_formats(formats)
     source = open_model(request.model)
     context = choose_context(source, request.context)
     with PlanWriter(request.output) as writer:
         profile = find_profile(request.device, report)
         budget = request.dram_budget_bytes or int(profile.memory.default_budget_bytes.value)
-        need = memory_need(source.spec, request.target_format, context)
+        need = memory_need(source.spec, formats, context)
         check_budget(need, budget)
         report("writing weights and graphs", 0, 1)
-        emission = emit(source, request.target_format, context, writer)
+        emission = emit(source, formats, context, writer)
         report("writing weights and graphs", 1, 1)
-        need = memory_need(source.spec, request.target_format, context, emission.weights.bytes)
+        need = memory_need(source.spec, formats, context, emission.weights.bytes)
         check_budget(need, budget)
-        with calibration_target(writer, source, request.target_format, context, emission) as target:
+        with calibration_target(writer, source, formats, context, emission) as target:
             calibration = open_calibration(request, source, target, context, report)
             quality = calibration.quality(source)
-            check_quality(quality, request.target_format)
+            check_quality(quality, formats)
             stored = stored_wide(source.spec, emission.tensors)
-            machine = Machine(profile, source.spec, request.target_format, stored)
+            machine = Machine(profile, source.spec, formats, stored)
             decided = decide(machine, calibration, context)
         plan = assemble(source, emission, decided, calibration, quality, need, budget, context)
         writer.commit(plan)
     return plan
 
 
-def check_format(fmt: Format) -> None:
+def check_formats(formats: Formats) -> None:
     """``UnsupportedError`` for formats that no graph can be made of."""
-    if fmt not in TARGET_FORMATS:
-        raise UnsupportedError(
-            f"{fmt} is not a target format yet", expected=", ".join(TARGET_FORMATS)
-        )
+    for fmt in msgspec.structs.astuple(formats):
+        if fmt not in TARGET_FORMATS:
+            raise UnsupportedError(
+                f"{fmt} is not a target format", expected=", ".join(TARGET_FORMATS)
+            )
 
 
 def choose_context(source: ModelSource, asked: int | None) -> int:
@@ -116,7 +119,7 @@ def choose_context(source: ModelSource, asked: int | None) -> int:
 
 @contextmanager
 def calibration_target(
-    writer: PlanWriter, source: ModelSource, fmt: Format, context: int, emission: Emission
+    writer: PlanWriter, source: ModelSource, formats: Formats, context: int, emission: Emission
 ) -> Generator[Target]:
     """The emitted model on this machine, with all its cores: numerics do not depend on them.
 
@@ -124,7 +127,7 @@ def calibration_target(
     by rounding alone.
     """
     tensors = layer_tensors(emission.tensors, AttentionKernel.EXACT)
-    model = layers_graph(source.spec, fmt, context, AttentionKernel.EXACT, tensors)
+    model = layers_graph(source.spec, formats, context, AttentionKernel.EXACT, tensors)
     # Beside the weights, where onnxruntime looks for them
     file = writer.folder / CALIBRATION_FILE
     file.write_bytes(serialized(model))
@@ -152,7 +155,7 @@ def open_calibration(
 ) -> Calibration:
     """Measurements of this model, format and prompts, as far as they were made before."""
     prompts = request.prompts or tuple(bundled_prompts("calibration"))
-    digest = calibration_digest(source, request.target_format, prompts, context)
+    digest = calibration_digest(source, formats_of(request.target_format), prompts, context)
     tokens = Tokens.from_files(source.tokenizer_json(), source.spec.tokenizer)
     folder = cache_folder() / "calibration"
     return Calibration(

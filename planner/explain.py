@@ -62,7 +62,7 @@ def margin_percent(decision: Decision, rival: Candidate) -> float | None:
 
 def _title(plan: ExecutionPlan) -> str:
     model, device = clean(plan.model.name, 40), clean(plan.device.name, 40)
-    return f"Why this plan: {model} on {device}, {plan.target_format.value}"
+    return f"Why this plan: {model} on {device}, {plan.part_formats}"
 
 
 def _decision_block(decision: Decision) -> str:

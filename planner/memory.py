@@ -2,9 +2,8 @@
 
 from planner.roofline import WEIGHT_BYTES
 from profiles.errors import InfeasibleError
-from profiles.words import Format
 from runtime.model_spec import ModelSpec
-from runtime.plan import MemoryNeed
+from runtime.plan import Formats, MemoryNeed
 
 F32_BYTES = 4
 INTERPRETER_BYTES = 128 << 20
@@ -15,17 +14,18 @@ MEBIBYTE = 1 << 20
 
 
 def memory_need(
-    spec: ModelSpec, fmt: Format, context: int, stored_bytes: int | None = None
+    spec: ModelSpec, formats: Formats, context: int, stored_bytes: int | None = None
 ) -> MemoryNeed:
     """Predicted peak of a resident plan with a full context.
 
     ``stored_bytes`` are those of the weights file; where it is not written yet they are estimated.
     """
     if stored_bytes is None:
-        matrices = 2 * spec.hidden * (spec.heads * spec.head_dim + spec.kv_dim)
-        matrices += 3 * spec.hidden * spec.intermediate
-        table = spec.hidden * spec.vocab
-        stored_bytes = round((spec.layers * matrices + 2 * table) * WEIGHT_BYTES[fmt])
+        attention = 2 * spec.hidden * (spec.heads * spec.head_dim + spec.kv_dim)
+        layer = attention * WEIGHT_BYTES[formats.attention]
+        layer += 3 * spec.hidden * spec.intermediate * WEIGHT_BYTES[formats.mlp]
+        tables = 2 * spec.hidden * spec.vocab * WEIGHT_BYTES[formats.head]
+        stored_bytes = round(spec.layers * layer + tables)
     return MemoryNeed(
         weights_bytes=COPIES * stored_bytes,
         kv_bytes=context * kv_bytes_per_token(spec),

@@ -57,7 +57,12 @@ Context = Annotated[
     typer.Option("--context", metavar="N", help="Tokens of prompt and answer together."),
 ]
 TargetFormat = Annotated[
-    str, typer.Option("--target-format", metavar="F", help="w8a16, w8a8 or f32.")
+    str,
+    typer.Option(
+        "--target-format",
+        metavar="F",
+        help="w8a16, w8a8, w4 or f32; by part: w8a16,mlp=w4,head=w8a8.",
+    ),
 ]
 DramBudget = Annotated[
     int | None,

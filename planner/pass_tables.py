@@ -84,7 +84,8 @@ def numerics_classes(machine: Machine, target: Assignment) -> tuple[NumericsClas
     classes: list[NumericsClass] = []
     for index, name in enumerate(target.sub_layers):
         end = SubLayerId(index + 1)
-        if classes and classes[-1].processor == name:
+        fmt = machine.format_of(SubLayerId(index))
+        if classes and (classes[-1].processor, classes[-1].format) == (name, fmt):
             last = classes.pop()
             first = last.first
         else:
@@ -96,7 +97,7 @@ def numerics_classes(machine: Machine, target: Assignment) -> tuple[NumericsClas
                 end=end,
                 processor=name,
                 processor_kind=processor.kind,
-                format=machine.format,
+                format=fmt,
                 min_width=LONE_ROWS if processor.kind is ProcessorKind.CPU else 1,
                 width_step=processor.width_step,
                 attention=AttentionKernel.FUSED,

@@ -20,7 +20,7 @@ from profiles.errors import InfeasibleError, UnsupportedError
 from profiles.profile import DeviceProfile
 from profiles.words import Format, Operator, ProcessorKind, SubLayerId, SubLayerKind, kind_of
 from runtime.model_spec import ModelSpec
-from runtime.plan import Span, TensorRef
+from runtime.plan import Formats, Span, TensorRef, formats_of
 
 F32_BYTES = 4
 MEMORY_STEPS = 256
@@ -86,22 +86,31 @@ class Machine:
     """Prices of one model in one format on one device; unsupported operators cost no number."""
 
     def __init__(
-        self, profile: DeviceProfile, spec: ModelSpec, fmt: Format, stored: Stored | None = None
+        self,
+        profile: DeviceProfile,
+        spec: ModelSpec,
+        formats: Format | Formats,
+        stored: Stored | None = None,
     ) -> None:
         self.profile = profile
         self.spec = spec
-        self.format = fmt
+        self.formats = formats_of(formats)
         self.stored = stored or Stored(0.0, 0.0, 0.0)
         self.cpu = next(p.id for p in profile.processors if p.kind is ProcessorKind.CPU)
         self.reasons: dict[str, str] = {}
         """Why a processor was not considered, by processor."""
 
+    def format_of(self, stage: SubLayerId | None) -> Format:
+        """Of a sub-layer, or of the head (None)."""
+        return self.formats.of(None if stage is None else kind_of(stage))
+
     def stage_us(self, processor: str, stage: SubLayerId | None, work: Work) -> float | None:
         """Time of a sub-layer, or of the head (None); None where the processor cannot."""
         try:
-            us = self._stage_us(processor, stage, work, self.format)
+            fmt = self.format_of(stage)
+            us = self._stage_us(processor, stage, work, fmt)
             share = self.stored.share(stage)
-            if self.format is not Format.W4 or not share:
+            if fmt is not Format.W4 or not share:
                 return us
             return (1 - share) * us + share * self._stage_us(processor, stage, work, Format.W8)
         except UnsupportedError as error:
@@ -138,10 +147,8 @@ class Machine:
             count = 3 * spec.hidden * spec.intermediate
         else:
             count = 2 * spec.hidden * (spec.heads * spec.head_dim + spec.kv_dim)
-        wide = self.stored.share(stage)
-        return round(
-            count * ((1 - wide) * WEIGHT_BYTES[self.format] + wide * WEIGHT_BYTES[Format.W8])
-        )
+        wide, narrow_bytes = self.stored.share(stage), WEIGHT_BYTES[self.format_of(stage)]
+        return round(count * ((1 - wide) * narrow_bytes + wide * WEIGHT_BYTES[Format.W8]))
 
     def hidden_bytes(self, work: Work) -> int:
         """Hidden rows of a pass."""

@@ -10,9 +10,8 @@ from lowering.source import ModelSource
 from planner.agreement import log_probability
 from planner.corpus import PREFILL_ROWS, Text
 from profiles.errors import InfeasibleError
-from profiles.words import Format
 from runtime.kv_cache import KvCache
-from runtime.plan import Quality
+from runtime.plan import Formats, Quality
 from runtime.target import Target
 
 Array = np.ndarray[Any, Any]
@@ -64,11 +63,11 @@ def _logits(target: Target, text: Text) -> Iterator[Array]:
         cache.commit(result.keys, result.values, slice(0, len(ids)))
 
 
-def check_quality(quality: Quality, fmt: Format) -> None:
+def check_quality(quality: Quality, formats: Formats) -> None:
     """``InfeasibleError`` when the format changes too many next tokens."""
     if quality.top1_agreement < LOWEST_AGREEMENT:
         raise InfeasibleError(
-            f"{fmt} changes the model too much",
+            f"{formats} changes the model too much",
             found=f"{quality.top1_agreement:.1%} of next tokens as in f32",
             expected=f"at least {LOWEST_AGREEMENT:.0%}",
             hint="choose a finer --target-format, such as w8a16 or f32",

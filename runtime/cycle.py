@@ -44,7 +44,7 @@ def commit_width(classes: Sequence[NumericsClass], rows: int) -> int:
 
 def head_rows(plan: ExecutionPlan, rows: int) -> int:
     """Rows that the head runs over, so that each is what it is in any pass: ``w4`` asks for two."""
-    return max(rows, 2) if plan.target_format is Format.W4 else rows
+    return max(rows, 2) if plan.part_formats.head is Format.W4 else rows
 
 
 class Decoding:

@@ -13,7 +13,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from profiles.words import AttentionKernel, Format, ProcessorKind, SubLayerId
+from profiles.words import AttentionKernel, Format, ProcessorKind, SubLayerId, SubLayerKind
 from runtime.model_spec import ModelSpec
 
 FORMAT_MAJOR = 1
@@ -61,6 +61,32 @@ class TensorRef(_Document, frozen=True):
     shape: tuple[Count, ...]
     offset_bytes: Count
     """From the start of the file, a multiple of 4096."""
+
+
+class Formats(_Document, frozen=True):
+    """Number format of each part of a model; the embedding is stored in the head's."""
+
+    attention: Format
+    mlp: Format
+    head: Format
+
+    def of(self, kind: SubLayerKind | None) -> Format:
+        """Of a kind of sub-layer, or of the head (None)."""
+        if kind is None:
+            return self.head
+        return self.mlp if kind is SubLayerKind.MLP else self.attention
+
+    def __str__(self) -> str:
+        parts = self.attention, self.mlp, self.head
+        if len(set(parts)) == 1:
+            return self.head.value
+        names = ("attention", "mlp", "head")
+        return ",".join(f"{name}={fmt}" for name, fmt in zip(names, parts, strict=True))
+
+
+def formats_of(asked: Format | Formats) -> Formats:
+    """One format for all parts, or the parts as they are."""
+    return asked if isinstance(asked, Formats) else Formats(asked, asked, asked)
 
 
 class GraphKind(StrEnum):
@@ -316,6 +342,7 @@ class ExecutionPlan(_Document, frozen=True):
     model: ModelSpec
     device: DeviceIdentity
     target_format: Format
+    """Of the attention; of all parts where ``formats`` is absent."""
     numerics: tuple[NumericsClass, ...]
     context: Count
     """Largest number of positions (prompt and output) that the plan serves."""
@@ -339,6 +366,12 @@ class ExecutionPlan(_Document, frozen=True):
     decisions: tuple[Decision, ...]
     assumptions: tuple[str, ...]
     """What the predictions rest on, for people."""
+    formats: Formats | None = None
+
+    @property
+    def part_formats(self) -> Formats:
+        """Number format of each part."""
+        return self.formats or formats_of(self.target_format)
 
 
 def runs_alone(classes: Sequence[NumericsClass]) -> bool:

@@ -32,6 +32,7 @@ from runtime.plan import (
     DeviceIdentity,
     ExecutionPlan,
     Forecast,
+    Formats,
     KvLayout,
     MemoryNeed,
     NumericsClass,
@@ -41,6 +42,7 @@ from runtime.plan import (
     Quality,
     SamplingRule,
     SkipMask,
+    formats_of,
 )
 from runtime.plan_writer import PlanWriter
 from runtime.sampling import GENERATOR
@@ -55,7 +57,7 @@ class Recipe(msgspec.Struct, frozen=True):
     """What a compiled model is made of."""
 
     shape: TinyShape = GQA
-    format: Format = Format.W8A16
+    format: Format | Formats = Format.W8A16
     seed: int = 0
     context: int = 256
     eos_ids: tuple[int, ...] = ()
@@ -99,11 +101,12 @@ def compile_recipe(recipe: Recipe, folder: Path) -> ExecutionPlan:
 
 def least_width(
     shape: TinyShape,
-    fmt: Format = Format.W8A16,
+    fmt: Format | Formats = Format.W8A16,
     attention: AttentionKernel = AttentionKernel.EXACT,
 ) -> int:
     """Narrowest pass whose rows do not depend on its width: one query row takes another kernel."""
-    lone = shape.heads == shape.kv_heads or fmt is Format.W4
+    formats = formats_of(fmt)
+    lone = shape.heads == shape.kv_heads or Format.W4 in (formats.attention, formats.mlp)
     return 2 if lone or attention is AttentionKernel.FUSED else 1
 
 
@@ -114,7 +117,8 @@ def _plan(recipe: Recipe, spec: ModelSpec, emission: Emission) -> ExecutionPlan:
         format=FORMAT,
         model=spec,
         device=DeviceIdentity("tiny-device", soc, "0" * 64, 1 << 30, threads=1),
-        target_format=recipe.format,
+        target_format=formats_of(recipe.format).attention,
+        formats=formats_of(recipe.format),
         numerics=_numerics(recipe, spec),
         context=recipe.context,
         prefill=Prefill(recipe.chunk),
@@ -142,8 +146,9 @@ def _plan(recipe: Recipe, spec: ModelSpec, emission: Emission) -> ExecutionPlan:
 
 
 def _numerics(recipe: Recipe, spec: ModelSpec) -> tuple[NumericsClass, ...]:
-    step, fmt, kernel = recipe.width_step, recipe.format, recipe.attention
-    least = least_width(recipe.shape, fmt, kernel)
+    step, kernel = recipe.width_step, recipe.attention
+    fmt = formats_of(recipe.format).attention
+    least = least_width(recipe.shape, recipe.format, kernel)
     start, end = SubLayerId(0), SubLayerId(spec.sub_layers)
     if step == 1:
         return (NumericsClass(start, end, "cpu", ProcessorKind.CPU, fmt, least, 1, kernel),)

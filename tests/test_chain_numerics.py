@@ -17,12 +17,14 @@ from lowering.decoder import Decoder
 from profiles.words import AttentionKernel, Format
 from runtime.cycle import commit_width
 from runtime.kv_cache import KvCache
+from runtime.plan import Formats
 from runtime.plan_folder import map_tensors, read_plan
 from runtime.target import Target
 
 Array = np.ndarray[Any, Any]
 
-FORMATS = (Format.W8A16, Format.W4, Format.F32, Format.W8A8)
+MIXED = Formats(attention=Format.W8A16, mlp=Format.W4, head=Format.W8A8)
+FORMATS = (Format.W8A16, Format.W4, Format.F32, Format.W8A8, MIXED)
 CONTEXT = 192
 TOKENS = 150
 IDS = np.random.default_rng(3).integers(0, VOCAB, TOKENS).tolist()
@@ -72,7 +74,7 @@ class Chain:
 def chain(compiled: Callable[[Recipe], Path]) -> Iterator[Callable[..., Chain]]:
     opened: dict[object, Chain] = {}
 
-    def of(shape: str, fmt: Format, threads: int = 1) -> Chain:
+    def of(shape: str, fmt: Format | Formats, threads: int = 1) -> Chain:
         key = shape, fmt, threads
         if key not in opened:
             folder = compiled(Recipe(shape=SHAPES[shape], format=fmt, context=CONTEXT))
@@ -92,11 +94,11 @@ def split(rows: Sequence[int]) -> list[int]:
     return out
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("rows", [(1,), (3,), (16, 1, 33), (64,)])
 def test_rows_are_the_same_bits_in_passes_of_any_width(
-    chain: Callable[..., Chain], shape: str, fmt: Format, rows: tuple[int, ...]
+    chain: Callable[..., Chain], shape: str, fmt: Format | Formats, rows: tuple[int, ...]
 ) -> None:
     text = chain(shape, fmt)
     text.assert_same(*text.decode(split(rows)))
@@ -115,8 +117,8 @@ def test_splits_padding_and_capacity_change_nothing(
     text.assert_same(*text.decode(split(rows), capacity, padding))
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
-def test_threads_change_nothing(chain: Callable[..., Chain], fmt: Format) -> None:
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+def test_threads_change_nothing(chain: Callable[..., Chain], fmt: Format | Formats) -> None:
     one, two = chain("gqa", fmt), chain("gqa", fmt, 2)
     one.assert_same(two.hidden, two.cache)
 
@@ -134,7 +136,7 @@ def test_a_pass_under_a_skip_mask_leaves_committed_rows_alone(
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("fmt", "tolerance"), [(Format.F32, 2e-4), (Format.W4, 0.15)])
 def test_logits_are_those_of_the_reference_on_the_deployed_weights(
-    chain: Callable[..., Chain], shape: str, fmt: Format, tolerance: float
+    chain: Callable[..., Chain], shape: str, fmt: Format | Formats, tolerance: float
 ) -> None:
     text = chain(shape, fmt)
     source = recipe_source(Recipe(shape=SHAPES[shape], format=fmt, context=CONTEXT))

@@ -146,6 +146,7 @@ def test_no_arguments_show_the_help(plan: Plan) -> None:
         (["compile", "smollm2-136m", "--device", "oneplus12"], ["smollm2-135m"]),
         (["compile", "gone/model.gguf", "--device", "oneplus12"], ["gone/model.gguf"]),
         (["compile", "x", "--device", "oneplus12", "--target-format", "w8a15"], ["w8a16"]),
+        (["compile", "x", "--device", "oneplus12", "--target-format", "mpl=w4"], ["mlp"]),
         (["compile", "x", "--device", "oneplus12", "--dram-budget", "2XB"], ["2GiB"]),
         (["compile", "x", "--device", "oneplus12", "--prompts", "none.jsonl"], ["none.jsonl"]),
         (["profile", "onplus12"], ["oneplus12"]),

@@ -8,14 +8,16 @@ import msgspec
 import pytest
 from tiny_models import GQA, MHA, TinyShape, write_hf_folder
 
+from planner.commands.compile import parse_formats
 from planner.compile import Request, compile_plan
 from planner.prompt_file import Prompt
+from planner.verify import verify
 from profiles.errors import FulcrumError, InfeasibleError, InputError, UnsupportedError
 from profiles.words import Format
-from runtime.plan import OFF, DraftSource, PassKind
+from runtime.plan import OFF, DraftSource, Formats, PassKind
 from runtime.plan_folder import load_plan
 from runtime.pricing import PriceList
-from runtime.sampling import Sampling
+from runtime.sampling import GREEDY, Sampling
 from runtime.session import Session
 
 PROMPTS = tuple(Prompt(f"p{i}", "c", f"count {i} {i + 1} {i + 2} count {i}") for i in range(6))
@@ -158,3 +160,20 @@ def test_an_interrupt_at_any_stage_leaves_nothing(tmp_path: Path) -> None:
             break
     assert len(seen) >= 5
     load_plan(tmp_path / "x.plan")
+
+
+def test_parts_may_have_formats_of_their_own(tmp_path: Path) -> None:
+    write_hf_folder(tmp_path / "model", GQA)
+    mixed = parse_formats("w8a16,mlp=w8a8,head=f32")
+    assert mixed == Formats(Format.W8A16, Format.W8A8, Format.F32)
+    asked = Request(
+        *(str(tmp_path / "model"), DEVICE, tmp_path / "x.plan", mixed), prompts=PROMPTS, context=64
+    )
+    plan = compile_plan(asked, quiet)
+    assert plan.part_formats == mixed
+    assert str(mixed) == "attention=w8a16,mlp=w8a8,head=f32"
+    found = [c.format for c in plan.numerics for _ in range(c.end - c.first)]
+    assert found == [Format.W8A16, Format.W8A8] * GQA.layers
+    with Session(tmp_path / "x.plan", emulate=True) as session:
+        result = verify(session, PROMPTS[:2], [GREEDY], 12, quiet)
+    assert result.exact

@@ -29,7 +29,7 @@ from planner.placement import Assignment, Machine
 from profiles.errors import InfeasibleError
 from profiles.profile import load_profile
 from profiles.words import Format, SubLayerId
-from runtime.plan import PassKind
+from runtime.plan import PassKind, formats_of
 from runtime.pricing import PriceList
 
 SPEC = tiny_spec(GQA)
@@ -117,7 +117,7 @@ def test_buckets_cover_the_context_without_gaps(context: int) -> None:
 
 
 def test_a_budget_that_is_too_small_says_the_smallest_that_works() -> None:
-    need = memory_need(SPEC, Format.W8A16, 128)
+    need = memory_need(SPEC, formats_of(Format.W8A16), 128)
     total = need.weights_bytes + need.kv_bytes + need.interpreter_bytes
     check_budget(need, total)
     with pytest.raises(InfeasibleError, match=f"{-(-total // (1 << 20))}MiB") as caught:

@@ -15,7 +15,7 @@ from planner.quality import check_quality, measure_quality
 from profiles.errors import InfeasibleError
 from profiles.words import AttentionKernel, Format
 from runtime.kv_cache import KvCache
-from runtime.plan import Quality
+from runtime.plan import Quality, formats_of
 from runtime.plan_folder import map_tensors, read_plan
 from runtime.target import Target
 
@@ -85,6 +85,6 @@ def test_rows_of_the_embedding_are_the_same_whether_it_is_loaded_or_not():
 
 
 def test_a_format_that_agrees_too_rarely_is_refused():
-    check_quality(Quality(10, 0.8, 2.0, 2.0), Format.W8A8)
+    check_quality(Quality(10, 0.8, 2.0, 2.0), formats_of(Format.W8A8))
     with pytest.raises(InfeasibleError, match=r"w8a8 changes the model too much.*79\.0%"):
-        check_quality(Quality(10, 0.79, 2.0, 2.0), Format.W8A8)
+        check_quality(Quality(10, 0.79, 2.0, 2.0), formats_of(Format.W8A8))

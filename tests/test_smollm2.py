@@ -15,22 +15,32 @@ from runtime.session import Session
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
+PROMPTS = {Format.W8A16: 1, Format.W4: 2}
+"""By format: of so many prompts one is calibrated with."""
+
+
+@pytest.fixture(scope="module", params=PROMPTS)
+def session(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Session]:
     """SmolLM2 for the phone, calibrated on a handful of prompts, emulated here."""
-    folder = tmp_path_factory.mktemp("smollm2")
-    prompts = tuple(p for p in bundled_prompts("calibration") if p.category in ("chat", "code"))
-    request = Request("smollm2-135m", "oneplus12", folder / "x.plan", context=512, prompts=prompts)
+    folder, fmt = tmp_path_factory.mktemp("smollm2"), request.param
+    prompts = [p for p in bundled_prompts("calibration") if p.category in ("chat", "code")]
+    asked = Request(
+        *("smollm2-135m", "oneplus12", folder / "x.plan", fmt),
+        context=512,
+        prompts=tuple(prompts[:: PROMPTS[fmt]]),
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FULCRUM_CACHE", str(folder / "cache"))
-        compile_plan(request, lambda *_: None)
+        compile_plan(asked, lambda *_: None)
     with Session(folder / "x.plan", emulate=True) as loaded:
         yield loaded
 
 
 def test_the_format_keeps_the_model(session: Session) -> None:
     quality = session.plan.quality
-    assert session.plan.target_format is Format.W8A16
+    assert session.plan.target_format in PROMPTS
     assert quality.top1_agreement >= 0.95
     assert quality.perplexity == pytest.approx(quality.f32_perplexity, rel=0.05)
 
@@ -47,4 +57,8 @@ def test_every_draft_gives_the_tokens_of_plain_decoding(
             ).token_ids
             for mode in modes
         }
-        assert all(ids == said["ar"] for ids in said.values()), prompt.id
+        # Where one row can run alone, drafts are held to plain decoding in their own passes
+        plain = said.get("off", said["ar"])
+        drafts = [said[name] for name in said if name not in ("ar", "off")]
+        assert len(drafts) == 3
+        assert all(ids == plain for ids in drafts), prompt.id

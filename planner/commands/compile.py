@@ -21,7 +21,9 @@ from planner.prompt_file import Prompt, load_prompts
 from planner.terminal import Terminal
 from profiles.errors import InputError, nearest
 from profiles.words import Format
-from runtime.plan import ExecutionPlan
+from runtime.plan import ExecutionPlan, Formats
+
+PARTS = ("attention", "mlp", "head")
 
 
 def compile_model(
@@ -37,7 +39,7 @@ def compile_model(
     as_json: bool,
 ) -> None:
     """Compile ``model`` for ``device``; without ``output`` into the current folder."""
-    fmt = parse_format(target_format)
+    formats = parse_formats(target_format)
     check_device(device)
     chosen = None if prompts is None else tuple[Prompt, ...](load_prompts(prompts))
     target = output or default_output(model, device)
@@ -48,7 +50,7 @@ def compile_model(
         model=model,
         device=device,
         output=target,
-        target_format=fmt,
+        target_format=formats,
         context=context,
         dram_budget_bytes=dram_budget_bytes,
         prompts=chosen,
@@ -60,12 +62,31 @@ def compile_model(
         terminal.result(compiled_text(plan, target))
 
 
-def parse_format(name: str) -> Format:
-    """A number format by name; ``InputError`` with the nearest one."""
+def parse_formats(text: str) -> Formats:
+    """``w8a16``, or with other formats for parts: ``w8a16,mlp=w4,head=w8a8``.
+
+    InputError for an unknown format or part, with the nearest name.
+    """
+    found = Formats(Format.W8A16, Format.W8A16, Format.W8A16)
+    for entry in text.lower().split(","):
+        part, is_part, name = entry.strip().rpartition("=")
+        fmt = _format(name.strip())
+        if not is_part:
+            found = Formats(fmt, fmt, fmt)
+        elif part.strip() in PARTS:
+            found = msgspec.structs.replace(found, **{part.strip(): fmt})
+        else:
+            hint = nearest(part, PARTS)
+            expected = ", ".join(PARTS)
+            raise InputError("unknown part", found=repr(part), expected=expected, hint=hint)
+    return found
+
+
+def _format(name: str) -> Format:
     known = [fmt.value for fmt in Format]
-    if name.lower() not in known:
-        raise InputError("unknown format", found=repr(name), hint=nearest(name.lower(), known))
-    return Format(name.lower())
+    if name not in known:
+        raise InputError("unknown format", found=repr(name), hint=nearest(name, known))
+    return Format(name)
 
 
 def default_output(model: str, device: str) -> Path:
@@ -94,7 +115,7 @@ def compiled_data(plan: ExecutionPlan) -> dict[str, object]:
     return {
         "model": plan.model.name,
         "device": plan.device.name,
-        "target_format": plan.target_format.value,
+        "target_format": str(plan.part_formats),
         "context": plan.context,
         "bytes": plan_bytes(plan),
         "memory_bytes": need.weights_bytes + need.kv_bytes + need.interpreter_bytes,
@@ -127,7 +148,7 @@ def compiled_text(plan: ExecutionPlan, output: Path) -> str:
         label = context_label(figures.bucket), cycle_label(figures.bucket.cycle)
         rows.append((*label, rate, plain, ratio_label(figures.speedup)))
     lines = [
-        f"{output}: {plan.model.name} for {plan.device.name}, {plan.target_format.value}, "
+        f"{output}: {plan.model.name} for {plan.device.name}, {plan.part_formats}, "
         f"{bytes_label(plan_bytes(plan))}",
         f"  quality: {percent_label(quality.top1_agreement)} of {quality.positions} tokens as in "
         f"f32, perplexity {three_digits(quality.perplexity)} "

@@ -32,7 +32,7 @@ def plan_dot(plan: ExecutionPlan) -> str:
     """The graph of every bucket as one ``digraph``; the same plan gives the same text."""
     title = (
         f"{clean(plan.model.name, _NAME_LIMIT)} on {clean(plan.device.name, _NAME_LIMIT)}, "
-        f"{plan.target_format.value}; times are predictions"
+        f"{plan.part_formats}; times are predictions"
     )
     lines = ["digraph plan {", *_PREAMBLE, f"  label={_quoted(title)};"]
     for figures in bucket_figures(plan):

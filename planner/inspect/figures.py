@@ -203,7 +203,7 @@ def classes_of(plan: ExecutionPlan, span: Span) -> tuple[NumericsClass, ...]:
 def format_of(plan: ExecutionPlan, span: Span) -> str:
     """The number format of a span; several are joined by a slash."""
     formats = dict.fromkeys(numerics.format.value for numerics in classes_of(plan, span))
-    return "/".join(formats) or plan.target_format.value
+    return "/".join(formats) or str(plan.part_formats)
 
 
 def processors_of(plan: ExecutionPlan) -> tuple[str, ...]:

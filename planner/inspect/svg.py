@@ -45,7 +45,7 @@ def _title(canvas: Canvas, plan: ExecutionPlan) -> float:
     title = f"{clean(plan.model.name, 90)} on {clean(plan.device.name, 40)}"
     facts = " · ".join(
         (
-            f"{plan.target_format.value}, agrees with f32 on "
+            f"{plan.part_formats}, agrees with f32 on "
             f"{percent_label(plan.quality.top1_agreement)} of tokens (measured)",
             f"{plan.model.layers} layers, {plan.model.sub_layers} sub-layers",
             f"context up to {plan.context}",

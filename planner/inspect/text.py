@@ -103,7 +103,7 @@ def _format_line(plan: ExecutionPlan) -> str:
     quality = plan.quality
     rise = quality.perplexity / quality.f32_perplexity - 1 if quality.f32_perplexity else 0.0
     return (
-        f"{plan.target_format.value}; agrees with f32 on {percent_label(quality.top1_agreement)} "
+        f"{plan.part_formats}; agrees with f32 on {percent_label(quality.top1_agreement)} "
         f"of next tokens, perplexity {three_digits(quality.perplexity)}, "
         f"{percent_label(abs(rise))} {'below' if rise < 0 else 'above'} that of f32 "
         f"(measured, {quality.positions} positions)"
