@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
-from baseline_engines import OURS, Setup, Task, parse_way
+from baseline_engines import OURS, Run, Setup, Task, parse_way
 from baseline_table import Sample, counted, figures, markdown
 from baseline_workers import Worker, close_all
 
@@ -35,6 +35,7 @@ DEFAULT_MODES = (
     "transformers:ar,transformers:lookup10"
 )
 WARM_TOKENS = 8
+_WARM_PROMPT_TOKENS = 32
 _SLACK_TOKENS = 128
 """Context beyond prompt and answer, since drafts reach past the end."""
 
@@ -82,6 +83,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("plans", nargs="+", type=Path, help="folders compiled from that GGUF")
     parser.add_argument("--prompts", action="append", required=True, type=Path, metavar="JSONL")
     parser.add_argument("--limit", type=int, help="prompts of each file (default: all)")
+    parser.add_argument(
+        "--even", action="store_true", help="every second prompt only, from the second on"
+    )
     parser.add_argument("--max-prompt-tokens", type=int, default=768)
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--threads", default="1,2", help="a list (default: 1,2)")
@@ -146,7 +150,7 @@ def _setups(
 ) -> list[Setup]:
     if engine != OURS:
         return [Setup(engine, engine, model, **common)]
-    formats = [plan.target_format.value for _, plan in plans]
+    formats = [str(plan.part_formats) for _, plan in plans]
     names = [
         f"{OURS} {kind}" if formats.count(kind) == 1 else f"{OURS} {folder.stem}"
         for kind, (folder, _) in zip(formats, plans, strict=True)
@@ -167,7 +171,7 @@ def _encode(asked: argparse.Namespace, folder: Path, plan: ExecutionPlan) -> lis
     for file in asked.prompts:
         encoded = [
             Encoded(file.stem, prompt, tuple(tokens.encode_prompt(prompt.prompt, chat=chat)))
-            for prompt in load_prompts(file)
+            for prompt in load_prompts(file)[1 if asked.even else 0 :: 2 if asked.even else 1]
         ]
         columns.append([one for one in encoded if len(one.ids) <= most][: asked.limit])
     turns = itertools.zip_longest(*columns)
@@ -185,8 +189,8 @@ def _measure(
     try:
         for way in ways:
             _tell(f"warming up {way.setup.label} {way.mode}")
-            warm = min(WARM_TOKENS, new_tokens)
-            workers[way.setup].run(Task(way.mode, way.threads, prompts[0].ids, warm))
+            ids = prompts[0].ids[:_WARM_PROMPT_TOKENS]
+            workers[way.setup].run(Task(way.mode, way.threads, ids, WARM_TOKENS))
         began = time.monotonic()
         for index, one in enumerate(prompts):
             if minutes is not None and time.monotonic() - began > 60 * minutes:
@@ -202,7 +206,7 @@ def _measure(
     return samples
 
 
-def _sample(way: Way, one: Encoded, run) -> Sample:
+def _sample(way: Way, one: Encoded, run: Run) -> Sample:
     setup, prompt = way.setup, one.prompt
     how = setup.engine, setup.label, way.mode, way.threads
     return Sample(*how, one.prompts, prompt.id, prompt.category, len(one.ids), run)

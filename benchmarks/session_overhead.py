@@ -16,7 +16,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +130,7 @@ def profile(path: Path, threads: int, context: int, steps: int) -> StepFigures:
         ]
         return StepFigures(
             plan=path.name,
-            format=session.plan.target_format.value,
+            format=str(session.plan.part_formats),
             threads=threads,
             context=context,
             step_us=1e6 * statistics.median(walls),
@@ -174,7 +174,7 @@ def loading(path: Path, threads: int, page_cache: bool, repeat: int) -> LoadFigu
     middle = [statistics.median(column) for column in zip(*rows, strict=True)]
     return LoadFigures(
         plan=path.name,
-        format=read_plan(path).target_format.value,
+        format=str(read_plan(path).part_formats),
         threads=threads,
         page_cache=page_cache,
         **dict(zip(("import_s", "load_s", "first_token_s", "process_s"), middle, strict=True)),
@@ -213,8 +213,33 @@ def load_table(rows: list[LoadFigures]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def main() -> None:
-    """Print both tables."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print both tables; the exit code."""
+    asked = _parser().parse_args(arguments)
+    threads = [int(part) for part in asked.threads.split(",")]
+    try:
+        steps = [
+            profile(path, count, int(context), asked.steps)
+            for path in asked.plans
+            for count in threads
+            for context in asked.contexts.split(",")
+        ]
+        loads = [
+            loading(path, max(threads), cached, asked.repeat)
+            for path in asked.plans
+            for cached in (True, False)
+        ]
+    except FulcrumError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    print(f"{step_table(steps)}\n\n{load_table(loads)}")
+    if asked.json:
+        document = {"steps": steps, "loads": loads}
+        asked.json.write_bytes(msgspec.json.format(msgspec.json.encode(document)))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("plans", nargs="+", type=Path)
     parser.add_argument("--threads", default="1,2", help="a list (default: 1,2)")
@@ -222,25 +247,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=48)
     parser.add_argument("--repeat", type=int, default=3, help="processes that load")
     parser.add_argument("--json", type=Path, metavar="FILE")
-    asked = parser.parse_args()
-    threads = [int(part) for part in asked.threads.split(",")]
-    steps = [
-        profile(path, count, int(context), asked.steps)
-        for path in asked.plans
-        for count in threads
-        for context in asked.contexts.split(",")
-    ]
-    print(f"{step_table(steps)}\n")
-    loads = [
-        loading(path, max(threads), cached, asked.repeat)
-        for path in asked.plans
-        for cached in (True, False)
-    ]
-    print(load_table(loads))
-    if asked.json:
-        document = {"steps": steps, "loads": loads}
-        asked.json.write_bytes(msgspec.json.format(msgspec.json.encode(document)))
+    return parser
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
