@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Every number of docs/benchmarks.md that compares with other engines, in about eight minutes on two
 # quiet cores. PLANS holds smollm2-w4.plan, smollm2-w8a16.plan and, if wanted, qwen0.5b-w4.plan and
-# qwen1.5b-w4.plan; MODELS the GGUF files of the latter two; PROMPTS spec_bench.jsonl and
+# qwen1.5b-w4.plan; MODELS qwen2.5-coder-0.5b.gguf and -1.5b.gguf; PROMPTS spec_bench.jsonl and
 # humaneval.jsonl. Tables go to OUT/tables.md, all samples to OUT/*.json.
 set -euo pipefail
 if [ $# -ne 4 ]; then
@@ -22,7 +22,7 @@ baselines() { # name, model, plan, options
     return
   fi
   printf '\n### %s\n\n' "$name" >> "$out/tables.md"
-  "$python" "$here/baselines.py" "$model" "$plan" --even --json "$out/$name.json" "$@" \
+  "$python" "$here/baselines.py" "$model" "$plan" --json "$out/$name.json" "$@" \
     >> "$out/tables.md"
 }
 
@@ -31,8 +31,8 @@ lookup=(--modes llama.cpp:ar,llama.cpp:lookup2,llama.cpp:lookup10,fulcrum:ar,ful
   --prompts "$here/prompts_lookup.jsonl" --threads 2)
 others=(--modes llama.cpp:ar,transformers:ar,transformers:lookup10,fulcrum:ar,fulcrum:spec
   --prompts "$here/prompts_lookup.jsonl" --threads 2 --new-tokens 32)
-general=(--prompts "$prompts/spec_bench.jsonl")
-code=(--prompts "$prompts/humaneval.jsonl")
+general=(--even --prompts "$prompts/spec_bench.jsonl")
+code=(--even --prompts "$prompts/humaneval.jsonl")
 small=$models/qwen2.5-coder-0.5b.gguf large=$models/qwen2.5-coder-1.5b.gguf
 
 baselines plain-smollm2-135m smollm2-135m smollm2-w4.plan "${plain[@]}" "${general[@]}" --minutes 0.6
