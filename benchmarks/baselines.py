@@ -10,6 +10,7 @@ the method. The table goes to stdout, progress to stderr.
 
 import argparse
 import itertools
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -67,7 +68,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return error.exit_code
     rows = figures(samples)
     left_out = len({s.prompt_id for s in samples}) - len({s.prompt_id for s in counted(samples)})
-    print(f"{about['model']}, {about['cpu']}, up to {asked.new_tokens} new tokens.")
+    print(
+        f"{about['model']}, {about['cpu']}, up to {asked.new_tokens} new tokens; others kept"
+        f" {about['busy_cores']:.1f} cores busy before."
+    )
     if left_out:
         print(f"{left_out} prompts with short answers are left out.")
     print(f"\n{markdown(rows)}")
@@ -115,8 +119,27 @@ def compare(asked: argparse.Namespace) -> tuple[list[Sample], dict[str, object]]
     for engine, mode in wanted:
         for setup in _setups(engine, model, plans, common):
             ways += [Way(setup, mode, count) for count in _threads(asked.threads)]
+    about = {"model": model.name, "cpu": cpu_description(), "busy_cores": busy_cores()}
     samples = _measure(ways, prompts, asked.new_tokens, asked.minutes)
-    return samples, {"model": model.name, "cpu": cpu_description(), "new_tokens": asked.new_tokens}
+    return samples, {**about, "new_tokens": asked.new_tokens}
+
+
+def busy_cores(seconds: float = 0.5) -> float:
+    """Cores that whatever else runs here keeps busy, while this process sleeps.
+
+    On a machine that is not quiet, engines whose threads wait for each other fall far behind.
+    """
+    before = _ticks()
+    time.sleep(seconds)
+    spent = [after - ago for after, ago in zip(_ticks(), before, strict=True)]
+    idle = spent[3] + spent[4]
+    return (os.cpu_count() or 1) * (1 - idle / max(sum(spent), 1))
+
+
+def _ticks() -> list[int]:
+    """Time of all cores so far: user, nice, system, idle, waiting for input, interrupts, stolen."""
+    with open("/proc/stat", encoding="ascii") as stream:
+        return [int(word) for word in stream.readline().split()[1:9]]
 
 
 def _threads(text: str) -> list[int]:

@@ -149,8 +149,9 @@ def _steps(
     walls: list[float] = []
     parts: list[dict[str, float]] = []
     before, began = dict(clock.spent_s), 0.0
-    options = {"max_new_tokens": steps + _SKIPPED_STEPS, "ignore_eos": True}
-    for index, _ in enumerate(session.stream_ids(prompt, cycle=plain(session.plan), **options)):
+    cycle, count = plain(session.plan), steps + _SKIPPED_STEPS
+    stream = session.stream_ids(prompt, max_new_tokens=count, ignore_eos=True, cycle=cycle)
+    for index, _ in enumerate(stream):
         now = time.perf_counter()
         if index >= _SKIPPED_STEPS:
             walls.append(now - began)
