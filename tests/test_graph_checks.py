@@ -10,6 +10,7 @@ from compiled_models import FORMATS, Recipe
 from onnx import helper
 
 from profiles.errors import IncompatibleError, InputError
+from runtime.backends import open_session
 from runtime.graph_checks import MAX_GRAPH_BYTES, check_graphs, reported_failures
 from runtime.graph_operators import OPERATORS
 from runtime.plan import ExecutionPlan, Graph, GraphKind
@@ -162,3 +163,17 @@ def test_only_failures_of_the_library_are_reported_as_the_plans(tmp_path: Path) 
         raise RuntimeError("Error in execution: no such thing\nmore")
     with pytest.raises(ZeroDivisionError), reported_failures(tmp_path):
         raise ZeroDivisionError
+
+
+def test_a_graph_that_the_library_refuses_leaves_stdout_alone(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    file = folder / layers(read_plan(folder)).artefact.path
+    model = onnx.load(file, load_external_data=False)
+    # The library raises a UnicodeDecodeError for its own message
+    name = b"no such value"
+    first(model, "Add").input[0] = name.decode()
+    file.write_bytes(model.SerializeToString().replace(name, b"\xff" * len(name)))
+    with pytest.raises(IncompatibleError, match="onnxruntime refused the graph"):
+        open_session(file, {}, 1)
+    assert capfd.readouterr() == ("", "")
