@@ -60,12 +60,15 @@ def open_session(
         if isinstance(graph, Path):
             # As bytes: the library takes text for UTF-8, whatever the locale is
             options.add_session_config_entry(_FOLDER, os.fsencode(graph.parent))
-        session = ort.InferenceSession(source, options, providers=["CPUExecutionProvider"])
+        # Trying again elsewhere would be announced on stdout
+        session = ort.InferenceSession(
+            source, options, providers=["CPUExecutionProvider"], enable_fallback=0
+        )
     except Exception as error:
         raise IncompatibleError(
             "onnxruntime refused the graph",
             where=None if isinstance(graph, bytes) else graph,
-            found=str(error).splitlines()[0],
+            found=str(error).partition("\n")[0] or type(error).__name__,
             hint=f"this is onnxruntime {ort.__version__}; compile the plan again",
         ) from error
     return session

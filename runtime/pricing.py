@@ -3,7 +3,7 @@
 import bisect
 from collections.abc import Sequence
 
-from profiles.errors import FulcrumError
+from profiles.errors import IncompatibleError
 from runtime.plan import CostTables, PassKind, PassTable
 
 
@@ -31,7 +31,10 @@ class PriceList:
         """A pass of ``width`` rows over ``context`` positions; widths round up to a table row."""
         table = self._passes.get((kind, mask))
         if table is None:
-            raise FulcrumError(f"the plan has no cost of a {kind} pass under mask {mask}")
+            raise IncompatibleError(
+                f"the plan has no cost of a {kind} pass under mask {mask}",
+                hint="make the plan again with `plan compile`",
+            )
         return interpolate(table.contexts, _row(table, width), context)
 
     def head_us(self, rows: int) -> float:

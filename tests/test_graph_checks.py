@@ -10,6 +10,8 @@ from compiled_models import FORMATS, Recipe
 from onnx import helper
 
 from profiles.errors import IncompatibleError, InputError
+from profiles.words import AttentionKernel, Format
+from runtime.backends import open_session
 from runtime.graph_checks import MAX_GRAPH_BYTES, check_graphs, reported_failures
 from runtime.graph_operators import OPERATORS
 from runtime.plan import ExecutionPlan, Graph, GraphKind
@@ -46,12 +48,11 @@ def add_attribute(model: onnx.ModelProto) -> None:
 
 
 def nest(model: onnx.ModelProto) -> None:
+    graph = helper.make_graph([], "leaf", [], [])
     for _ in range(9):
-        node = first(model, "If")
-        for attribute in node.attribute:
-            inner = onnx.NodeProto()
-            inner.CopyFrom(node)
-            attribute.g.node.append(inner)
+        node = helper.make_node("If", ["on.0"], ["y"], then_branch=graph)
+        graph = helper.make_graph([node], "deeper", [], [])
+    model.graph.node.append(graph.node[0])
 
 
 def branch_elsewhere(model: onnx.ModelProto) -> None:
@@ -95,7 +96,7 @@ def use_library(model: onnx.ModelProto) -> None:
 def folder(compiled: Compiled, tmp_path: Path) -> Path:
     copy = tmp_path / "x.plan"
     copy.mkdir()
-    for file in compiled(Recipe()).iterdir():
+    for file in compiled(Recipe(attention=AttentionKernel.EXACT)).iterdir():
         (copy / file.name).write_bytes(file.read_bytes())
     return copy
 
@@ -104,9 +105,12 @@ def layers(plan: ExecutionPlan) -> Graph:
     return next(graph for graph in plan.graphs if graph.kind is GraphKind.LAYERS)
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
-def test_every_graph_that_is_emitted_passes(compiled: Compiled, fmt: str) -> None:
-    folder = compiled(Recipe(format=fmt))
+@pytest.mark.parametrize("attention", AttentionKernel)
+@pytest.mark.parametrize("fmt", [*FORMATS, Format.W4])
+def test_every_graph_that_is_emitted_passes(
+    compiled: Compiled, fmt: Format, attention: AttentionKernel
+) -> None:
+    folder = compiled(Recipe(format=fmt, attention=attention))
     check_graphs(folder, read_plan(folder))
 
 
@@ -162,3 +166,17 @@ def test_only_failures_of_the_library_are_reported_as_the_plans(tmp_path: Path) 
         raise RuntimeError("Error in execution: no such thing\nmore")
     with pytest.raises(ZeroDivisionError), reported_failures(tmp_path):
         raise ZeroDivisionError
+
+
+def test_a_graph_that_the_library_refuses_leaves_stdout_alone(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    file = folder / layers(read_plan(folder)).artefact.path
+    model = onnx.load(file, load_external_data=False)
+    # The library raises a UnicodeDecodeError for its own message
+    name = b"no such value"
+    first(model, "Add").input[0] = name.decode()
+    file.write_bytes(model.SerializeToString().replace(name, b"\xff" * len(name)))
+    with pytest.raises(IncompatibleError, match="onnxruntime refused the graph"):
+        open_session(file, {}, 1)
+    assert capfd.readouterr() == ("", "")
