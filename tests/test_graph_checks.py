@@ -10,12 +10,14 @@ from compiled_models import FORMATS, Recipe
 from onnx import helper
 
 from profiles.errors import IncompatibleError, InputError
+from profiles.words import AttentionKernel, Format
 from runtime.backends import open_session
 from runtime.graph_checks import MAX_GRAPH_BYTES, check_graphs, reported_failures
 from runtime.graph_operators import OPERATORS
 from runtime.plan import ExecutionPlan, Graph, GraphKind
 from runtime.plan_folder import read_plan
 
+EXACT = Recipe(attention=AttentionKernel.EXACT)
 Compiled = Callable[[Recipe], Path]
 Change = Callable[[onnx.ModelProto], object]
 
@@ -47,12 +49,14 @@ def add_attribute(model: onnx.ModelProto) -> None:
 
 
 def nest(model: onnx.ModelProto) -> None:
+    output = helper.make_tensor_value_info("y", onnx.TensorProto.BOOL, [])
+    nodes = [helper.make_node("Identity", ["on.0"], ["y"])]
     for _ in range(9):
-        node = first(model, "If")
-        for attribute in node.attribute:
-            inner = onnx.NodeProto()
-            inner.CopyFrom(node)
-            attribute.g.node.append(inner)
+        inner = helper.make_graph(nodes, "inner", [], [output])
+        nodes = [helper.make_node("If", ["on.0"], ["y"], then_branch=inner, else_branch=inner)]
+        plain = helper.make_graph([], "plain", [], [output])
+        nodes[0].attribute[1].g.CopyFrom(plain)
+    model.graph.node.extend(nodes)
 
 
 def branch_elsewhere(model: onnx.ModelProto) -> None:
@@ -96,7 +100,7 @@ def use_library(model: onnx.ModelProto) -> None:
 def folder(compiled: Compiled, tmp_path: Path) -> Path:
     copy = tmp_path / "x.plan"
     copy.mkdir()
-    for file in compiled(Recipe()).iterdir():
+    for file in compiled(EXACT).iterdir():
         (copy / file.name).write_bytes(file.read_bytes())
     return copy
 
@@ -105,9 +109,12 @@ def layers(plan: ExecutionPlan) -> Graph:
     return next(graph for graph in plan.graphs if graph.kind is GraphKind.LAYERS)
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
-def test_every_graph_that_is_emitted_passes(compiled: Compiled, fmt: str) -> None:
-    folder = compiled(Recipe(format=fmt))
+@pytest.mark.parametrize("attention", AttentionKernel)
+@pytest.mark.parametrize("fmt", [*FORMATS, Format.W4])
+def test_every_graph_that_is_emitted_passes(
+    compiled: Compiled, fmt: Format, attention: AttentionKernel
+) -> None:
+    folder = compiled(Recipe(format=fmt, attention=attention))
     check_graphs(folder, read_plan(folder))
 
 
