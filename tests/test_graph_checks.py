@@ -17,6 +17,7 @@ from runtime.graph_operators import OPERATORS
 from runtime.plan import ExecutionPlan, Graph, GraphKind
 from runtime.plan_folder import read_plan
 
+EXACT = Recipe(attention=AttentionKernel.EXACT)
 Compiled = Callable[[Recipe], Path]
 Change = Callable[[onnx.ModelProto], object]
 
@@ -48,11 +49,14 @@ def add_attribute(model: onnx.ModelProto) -> None:
 
 
 def nest(model: onnx.ModelProto) -> None:
-    graph = helper.make_graph([], "leaf", [], [])
+    output = helper.make_tensor_value_info("y", onnx.TensorProto.BOOL, [])
+    nodes = [helper.make_node("Identity", ["on.0"], ["y"])]
     for _ in range(9):
-        node = helper.make_node("If", ["on.0"], ["y"], then_branch=graph)
-        graph = helper.make_graph([node], "deeper", [], [])
-    model.graph.node.append(graph.node[0])
+        inner = helper.make_graph(nodes, "inner", [], [output])
+        nodes = [helper.make_node("If", ["on.0"], ["y"], then_branch=inner, else_branch=inner)]
+        plain = helper.make_graph([], "plain", [], [output])
+        nodes[0].attribute[1].g.CopyFrom(plain)
+    model.graph.node.extend(nodes)
 
 
 def branch_elsewhere(model: onnx.ModelProto) -> None:
@@ -96,7 +100,7 @@ def use_library(model: onnx.ModelProto) -> None:
 def folder(compiled: Compiled, tmp_path: Path) -> Path:
     copy = tmp_path / "x.plan"
     copy.mkdir()
-    for file in compiled(Recipe(attention=AttentionKernel.EXACT)).iterdir():
+    for file in compiled(EXACT).iterdir():
         (copy / file.name).write_bytes(file.read_bytes())
     return copy
 
