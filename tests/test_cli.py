@@ -4,6 +4,7 @@ import io
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -300,11 +301,23 @@ def test_an_interrupted_compile_leaves_nothing(
 ) -> None:
     work = tmp_path / "interrupted"
     work.mkdir()
+    for _ in range(3):
+        outcome = interrupted(work, tmp_path / "cache", tiny_model, prompts)
+        if outcome[0]:
+            break
+        # Finished before it was told, which a busy machine may bring about: once more
+        shutil.rmtree(work / "tiny-oneplus12.plan")
+    assert outcome == (130, "", "interrupted\n")
+    assert list(work.iterdir()) == []
+
+
+def interrupted(work: Path, cache: Path, model: Path, prompts: Path) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of a compile that is interrupted once its folder is there."""
     process = subprocess.Popen(
-        [PLAN_COMMAND, "compile", tiny_model, "--device", "oneplus12", "--prompts", prompts],
+        [PLAN_COMMAND, "compile", model, "--device", "oneplus12", "--prompts", prompts],
         cwd=work,
         env={
-            "FULCRUM_CACHE": str(tmp_path / "cache"),
+            "FULCRUM_CACHE": str(cache),
             "PATH": "/usr/bin:/bin",
             "PYTHONPATH": os.environ.get("PYTHONPATH", ""),
         },
@@ -318,8 +331,7 @@ def test_an_interrupted_compile_leaves_nothing(
         time.sleep(0.002)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
-    assert (process.returncode, out, err) == (130, "", "interrupted\n")
-    assert list(work.iterdir()) == []
+    return process.returncode, out, err
 
 
 def test_a_closed_pipe_is_no_error(compiled: Compiled) -> None:
