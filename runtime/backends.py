@@ -9,6 +9,7 @@ import numpy as np
 import onnxruntime as ort
 
 from profiles.errors import IncompatibleError
+from profiles.measure import usable_cores
 from profiles.words import AttentionKernel
 from runtime.kv_cache import KvCache
 from runtime.model_spec import ModelSpec
@@ -50,7 +51,8 @@ def open_session(
     options.log_severity_level = 4
     # Waking a worker takes longer than most operators do; one that still spins after the pass would
     # steal the core that the caller needs then.
-    options.add_session_config_entry("session.intra_op.allow_spinning", "1")
+    spin = "1" if threads <= usable_cores() else "0"
+    options.add_session_config_entry("session.intra_op.allow_spinning", spin)
     options.add_session_config_entry("session.force_spinning_stop", "1")
     values = {name: ort.OrtValue.ortvalue_from_numpy(array) for name, array in constants.items()}
     for name, value in values.items():

@@ -52,6 +52,7 @@ class Session:
     def __init__(
         self, path: str | os.PathLike[str], *, emulate: bool = False, threads: int | None = None
     ) -> None:
+        check_threads(threads)
         self.folder, self.plan = load_plan(path)
         if not emulate:
             check_device(self.plan, Path(path))
@@ -204,6 +205,16 @@ class Session:
                 "this session is generating already",
                 hint="finish or close that stream, or load the plan a second time",
             )
+
+
+def check_threads(threads: int | None) -> None:
+    """``InputError`` for more threads than cores: they would wait for each other, spinning."""
+    if threads is not None and not 1 <= threads <= usable_cores():
+        raise InputError(
+            "this machine cannot run so many threads",
+            found=threads,
+            expected=f"1 to {usable_cores()}, the cores that this process may use",
+        )
 
 
 def check_device(plan: ExecutionPlan, where: Path) -> None:

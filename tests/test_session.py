@@ -187,6 +187,14 @@ def test_ids_and_masks_outside_the_plan_are_refused(
         list(session.stream_ids(ids, cycle=cycle))
 
 
+@pytest.mark.parametrize("threads", [0, -1, 999])
+def test_threads_beyond_the_cores_are_refused(
+    compiled: Callable[[Recipe], Path], threads: int
+) -> None:
+    with pytest.raises(InputError, match=r"so many threads.*expected 1 to"):
+        Session(compiled(RECIPE), threads=threads)
+
+
 def test_a_closed_session_says_so(compiled: Callable[[Recipe], Path]) -> None:
     session = Session(compiled(Recipe()))
     session.close()

@@ -83,7 +83,7 @@ def parse_formats(text: str) -> Formats:
 
 
 def _format(name: str) -> Format:
-    known = [fmt.value for fmt in Format]
+    known = [fmt.value for fmt in Format if fmt is not Format.W8]
     if name not in known:
         raise InputError("unknown format", found=repr(name), hint=nearest(name, known))
     return Format(name)
