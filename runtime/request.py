@@ -7,7 +7,7 @@ import msgspec
 
 from profiles.errors import InputError
 from runtime.ending import FinishReason, check_stop
-from runtime.plan import Cycle, ExecutionPlan, runs_alone
+from runtime.plan import Cycle, DraftSource, ExecutionPlan, runs_alone
 from runtime.sampling import GREEDY, Sampling
 
 Progress = Callable[[int, int], None]
@@ -66,6 +66,12 @@ def check_request(plan: ExecutionPlan, prompt: Sequence[int], request: Request) 
             found=request.cycle.mask,
             expected=f"0 to {len(plan.masks) - 1}",
         )
+    if (
+        request.cycle is not None
+        and request.cycle.lone
+        and request.cycle.draft is not DraftSource.OFF
+    ):
+        raise InputError("a draft is verified in a pass of several rows", found="a lone cycle")
     if request.cycle is not None and request.cycle.lone and not runs_alone(plan.numerics):
         raise InputError("the plan has no pass of a single row", hint="use its plain cycle, OFF")
     if not prompt:

@@ -195,6 +195,13 @@ def test_threads_beyond_the_cores_are_refused(
         Session(compiled(RECIPE), threads=threads)
 
 
+def test_a_draft_is_never_verified_row_by_row(compiled: Callable[[Recipe], Path]) -> None:
+    with Session(compiled(RECIPE)) as session:
+        cycle = Cycle(DraftSource.NGRAM, 4, ngram_min=1, ngram_max=3, lone=True)
+        with pytest.raises(InputError, match="several rows"):
+            session.generate("a b a b", max_new_tokens=4, cycle=cycle)
+
+
 def test_a_closed_session_says_so(compiled: Callable[[Recipe], Path]) -> None:
     session = Session(compiled(Recipe()))
     session.close()
