@@ -1,10 +1,11 @@
 """Figures of ``baselines.py``: medians over prompts of rates and of ratios to llama.cpp."""
 
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 from baseline_engines import LLAMA, OURS, Run
+from markdown_table import table
 
 from runtime.stats import per_second
 
@@ -141,7 +142,7 @@ def markdown(rows: Sequence[Figures]) -> str:
     for count in threads:
         titles += [f"tok/s, {count} thr.", "vs llama.cpp ar"]
     titles += ["best vs best", "as ours", "as its own"]
-    lines = [_line(titles), _line("---" for _ in titles)]
+    lines: list[list[str]] = []
     for row in rows:
         cells = [row.prompts, row.label, row.mode, str(row.answers)]
         for count in threads:
@@ -151,13 +152,9 @@ def markdown(rows: Sequence[Figures]) -> str:
             ]
         cells.append(_cell(row.best_vs_best, "{:.2f}x".format))
         cells += [_cell(share, "{:.0%}".format) for share in (row.same_as_ours, row.same_as_own)]
-        lines.append(_line(cells))
-    return "\n".join(lines)
+        lines.append(cells)
+    return table(titles, lines)
 
 
 def _cell(value: float | None, show: Callable[[float], str]) -> str:
     return "-" if value is None else show(value)
-
-
-def _line(cells: Iterable[str]) -> str:
-    return "| " + " | ".join(cells) + " |"

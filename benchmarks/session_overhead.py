@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from markdown_table import table
 
 import runtime.cycle
 import runtime.session
@@ -194,24 +195,24 @@ def _drop(folder: Path) -> None:
 def step_table(rows: list[StepFigures]) -> str:
     """Markdown."""
     titles = ["format", "threads", "context", "step, ms", *PARTS, "outside ORT", "share"]
-    lines = [titles, ["---"] * len(titles)]
+    lines: list[list[str]] = []
     for row in rows:
         parts = [f"{row.parts_us[part] / 1e3:.2f}" for part in PARTS]
         ours = [f"{row.ours_us / 1e3:.2f}", f"{row.ours_share:.1%}"]
         about = [row.format, str(row.threads), str(row.context), f"{row.step_us / 1e3:.2f}"]
         lines.append([*about, *parts, *ours])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return table(titles, lines)
 
 
 def load_table(rows: list[LoadFigures]) -> str:
     """Markdown."""
     titles = ["format", "files", "import, s", "load, s", "both", "first token, s", "process, s"]
-    lines = [titles, ["---"] * len(titles)]
+    lines: list[list[str]] = []
     for row in rows:
         times = row.import_s, row.load_s, row.import_s + row.load_s, row.first_token_s
         cells = [f"{value:.2f}" for value in (*times, row.process_s)]
         lines.append([row.format, "cached" if row.page_cache else "on disk", *cells])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return table(titles, lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -44,8 +44,7 @@ def emit(
     with writer.weights() as sink:
         tensors = tuple(write_weights(FiniteSource(source), fmt, context, sink))
     weights = sink.artefact()
-    head = [t for t in tensors if t.name.split(".")[0] in HEAD_TENSORS]
-    layers = layer_tensors(tensors, attention)
+    head, layers = head_tensors(tensors), layer_tensors(tensors, attention)
     models = {
         GraphKind.LAYERS: (layers_graph(source.spec, fmt, context, attention, layers), layers),
         GraphKind.HEAD: (head_graph(source.spec, fmt, head), head),
@@ -60,6 +59,11 @@ def emit(
     )
     tokenizer = writer.write(TOKENIZER_FILE, source.tokenizer_json().encode())
     return Emission(graphs, weights, tensors, tokenizer)
+
+
+def head_tensors(tensors: Iterable[TensorRef]) -> list[TensorRef]:
+    """Those of ``tensors`` that the head's graph takes."""
+    return [tensor for tensor in tensors if tensor.name.split(".")[0] in HEAD_TENSORS]
 
 
 def layer_tensors(tensors: Iterable[TensorRef], attention: AttentionKernel) -> list[TensorRef]:

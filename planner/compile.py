@@ -23,7 +23,7 @@ from planner.search import BucketChoice, Search, mean_speed, plain_speed
 from profiles.errors import InputError, UnsupportedError
 from profiles.measure import usable_cores
 from profiles.profile import DeviceProfile, load_profile
-from profiles.words import AttentionKernel, Format, SubLayerId
+from profiles.words import TARGET_FORMATS, AttentionKernel, Format, SubLayerId
 from runtime.plan import Artefact, ExecutionPlan, Formats, Graph, GraphKind, formats_of
 from runtime.plan_folder import PlanWriter, map_tensors
 from runtime.target import Target
@@ -31,7 +31,6 @@ from runtime.tokens import Tokens
 
 HOST = "host"
 DEFAULT_CONTEXT = 4096
-TARGET_FORMATS = (Format.W8A16, Format.W8A8, Format.W4, Format.F32)
 PLACEMENT_WIDTHS = (1, 4, 8, 32)
 """Widths whose fastest placements are candidates for the target's."""
 PLACEMENT_CONTEXT = 256

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lowering.emission import layer_tensors
+from lowering.emission import head_tensors, layer_tensors
 from lowering.flash_image import write_weights
 from lowering.linear_nodes import OFFSET_BLOCK
 from lowering.onnx_graphs import head_graph, layers_graph
@@ -126,15 +126,13 @@ class OperatorSession:
         """One buffer for all repeats, as an arena gives; but every layer has a past of its own."""
         shape = tuple(sizes[size] if isinstance(size, str) else int(size) for size in place.shape)
         dtype = np.dtype(_DTYPES[place.type])
-        if place.name in ("slots", "last_slot"):
-            count = sizes["t"] - (place.name == "last_slot")
-            own, content = (place.name, sizes["t"]), np.full(shape, count, dtype)
-        elif place.name.startswith(("key.", "value.")):
-            own, content = (place.name, sizes["t"]), _content(shape, dtype)
-        else:
-            own, content = (side, place.type, shape), None
+        counts = {"slots": sizes["t"], "last_slot": sizes["t"] - 1}
+        of_past = place.name in counts or place.name.startswith(("key.", "value."))
+        own = (place.name, sizes["t"]) if of_past else (side, place.type, shape)
         if own not in self._arrays:
-            self._arrays[own] = _content(shape, dtype) if content is None else content
+            count = counts.get(place.name)
+            filled = _content(shape, dtype) if count is None else np.full(shape, count, dtype)
+            self._arrays[own] = filled
         return self._arrays[own]
 
 
@@ -289,8 +287,7 @@ def probe_target(spec: ModelSpec, threads: int, fmt: Format = Format.W8A16) -> G
             kept = _Kept(writer)
             refs = write_weights(_RandomSource(spec), fmt, context, kept)
         fused = AttentionKernel.FUSED
-        of_head = [ref for ref in refs if ref.name.startswith(("head", "final_norm"))]
-        of_layers = layer_tensors(refs, fused)
+        of_head, of_layers = head_tensors(refs), layer_tensors(refs, fused)
         emitted = (
             (GraphKind.LAYERS, of_layers, layers_graph(spec, fmt, context, fused, of_layers)),
             (GraphKind.HEAD, of_head, head_graph(spec, fmt, of_head)),

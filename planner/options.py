@@ -96,7 +96,9 @@ Chat = Annotated[
     bool | None,
     typer.Option("--chat/--no-chat", help="Chat template; default: if the model has one."),
 ]
-Draft = Annotated[str, typer.Option("--draft", metavar="MODE", help="plan, off, chainN or ngramN.")]
+Draft = Annotated[
+    str, typer.Option("--draft", metavar="MODE", help="plan, ar, off, chainN or ngramN.")
+]
 Sampled = Annotated[
     bool, typer.Option("--sampled/--no-sampled", help="Sampled output too, or greedy only.")
 ]
@@ -104,7 +106,9 @@ SampledTemperature = Annotated[float, typer.Option("--temperature", help="Of the
 Modes = Annotated[
     str | None,
     typer.Option(
-        "--modes", metavar="LIST", help="ar, spec, chainN, ngramN; default: ar,spec,chain8."
+        "--modes",
+        metavar="LIST",
+        help="ar, off, spec, chainN, ngramN; default: ar,spec, and chain8 with a skip mask.",
     ),
 ]
 Repeat = Annotated[

@@ -32,6 +32,10 @@ class Format(StrEnum):
     """8-bit weights in blocks: how parts of a ``w4`` model are stored. Not a format of a model."""
 
 
+TARGET_FORMATS = (Format.W8A16, Format.W8A8, Format.W4, Format.F32)
+"""Formats that a model, or a part of it, can be compiled to."""
+
+
 class AttentionKernel(StrEnum):
     """How attention sums; passes agree bit by bit only within one kernel."""
 

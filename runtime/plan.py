@@ -247,7 +247,8 @@ class CostTables(_Document, frozen=True):
 
 
 class KvLayout(_Document, frozen=True):
-    """Keys are f32; values are f32 integers on a grid per channel (``docs/numerics.md``)."""
+    """Keys and values are f32; with exact attention the values are integers on a grid per channel
+    (``docs/numerics.md``)."""
 
     growth_tokens: Count
     """The cache's capacity is a multiple of this; 0: the whole context at once, of which the system
@@ -372,6 +373,15 @@ class ExecutionPlan(_Document, frozen=True):
     def part_formats(self) -> Formats:
         """Number format of each part."""
         return self.formats or formats_of(self.target_format)
+
+
+def misused_lone(cycle: Cycle, classes: Sequence[NumericsClass]) -> str | None:
+    """Why ``cycle`` may not be lone in a plan of these numerics; None if it may, or is not."""
+    if cycle.lone and cycle.draft is not DraftSource.OFF:
+        return "a draft is verified in a pass of several rows"
+    if cycle.lone and not runs_alone(classes):
+        return "the plan has no pass of a single row"
+    return None
 
 
 def runs_alone(classes: Sequence[NumericsClass]) -> bool:

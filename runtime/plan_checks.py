@@ -24,7 +24,7 @@ from runtime.plan import (
     GraphKind,
     TensorRef,
     TensorType,
-    runs_alone,
+    misused_lone,
 )
 
 EMBEDDING = "embed"
@@ -165,10 +165,8 @@ def _buckets(plan: ExecutionPlan) -> Iterator[Fault]:
 def _cycle(plan: ExecutionPlan, index: int) -> Iterator[Fault]:
     cycle = plan.buckets[index].cycle
     path = f"$.buckets[{index}].cycle"
-    if cycle.lone and cycle.draft is not DraftSource.OFF:
-        yield Fault(f"{path}.lone", "a draft is verified in a pass of several rows", True, False)
-    elif cycle.lone and not runs_alone(plan.numerics):
-        yield Fault(f"{path}.lone", "only a plan of the CPU alone runs single rows", True, False)
+    if why := misused_lone(cycle, plan.numerics):
+        yield Fault(f"{path}.lone", why, True, False)
     elif cycle.lone is not plan.buckets[0].cycle.lone:
         what = "rows decoded alone would meet rows of wider passes"
         yield Fault(f"{path}.lone", what, cycle.lone, plan.buckets[0].cycle.lone)

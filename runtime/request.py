@@ -7,7 +7,7 @@ import msgspec
 
 from profiles.errors import InputError
 from runtime.ending import FinishReason, check_stop
-from runtime.plan import Cycle, DraftSource, ExecutionPlan, runs_alone
+from runtime.plan import Cycle, ExecutionPlan, misused_lone
 from runtime.sampling import GREEDY, Sampling
 
 Progress = Callable[[int, int], None]
@@ -26,7 +26,7 @@ class Options(TypedDict, total=False):
     sampling: Sampling
     """Default: greedy."""
     cycle: Cycle | None
-    """How to speculate; default: as the plan says. The tokens are the same."""
+    """How to speculate; default: as the plan says. All give the same tokens but ``plan.ALONE``."""
     progress: Progress | None
     """Told while a prompt of several chunks is read."""
 
@@ -60,20 +60,8 @@ def check_request(plan: ExecutionPlan, prompt: Sequence[int], request: Request) 
     unknown = next((token for token in prompt if not 0 <= token < vocab), None)
     if unknown is not None:
         raise InputError("no such token", found=unknown, expected=f"0 to {vocab - 1}")
-    if request.cycle is not None and request.cycle.mask >= len(plan.masks):
-        raise InputError(
-            "the plan has no such skip mask",
-            found=request.cycle.mask,
-            expected=f"0 to {len(plan.masks) - 1}",
-        )
-    if (
-        request.cycle is not None
-        and request.cycle.lone
-        and request.cycle.draft is not DraftSource.OFF
-    ):
-        raise InputError("a draft is verified in a pass of several rows", found="a lone cycle")
-    if request.cycle is not None and request.cycle.lone and not runs_alone(plan.numerics):
-        raise InputError("the plan has no pass of a single row", hint="use its plain cycle, OFF")
+    if request.cycle is not None:
+        _check_cycle(plan, request.cycle)
     if not prompt:
         raise InputError("the prompt has no tokens", hint="give some text, or use --chat")
     if count is not None and count < 1:
@@ -85,3 +73,14 @@ def check_request(plan: ExecutionPlan, prompt: Sequence[int], request: Request) 
             expected=f"fewer than {plan.context}",
             hint="shorten it or compile with a larger --context",
         )
+
+
+def _check_cycle(plan: ExecutionPlan, cycle: Cycle) -> None:
+    if cycle.mask >= len(plan.masks):
+        raise InputError(
+            "the plan has no such skip mask",
+            found=cycle.mask,
+            expected=f"0 to {len(plan.masks) - 1}",
+        )
+    if why := misused_lone(cycle, plan.numerics):
+        raise InputError(why, found="a lone cycle", hint="use one that is not lone, such as OFF")

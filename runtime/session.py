@@ -133,7 +133,7 @@ class Session:
             yield step.ids
 
     def logits_at(self, ids: Sequence[int]) -> Array:
-        """Logits [vocab] of the token after ``ids``, as plain decoding computes them."""
+        """Logits [vocab] of the token after ``ids``, as plain decoding beside drafts has them."""
         self._check_free()
         check_request(self.plan, ids, Request())
         run = Decoding(self.plan, self._target, self._cache, ids, GREEDY)

@@ -20,7 +20,7 @@ from planner.modes import speculates
 from planner.prompt_file import Prompt, load_prompts
 from planner.terminal import Terminal
 from profiles.errors import InputError, nearest
-from profiles.words import Format
+from profiles.words import TARGET_FORMATS, Format
 from runtime.plan import ExecutionPlan, Formats
 
 PARTS = ("attention", "mlp", "head")
@@ -83,7 +83,7 @@ def parse_formats(text: str) -> Formats:
 
 
 def _format(name: str) -> Format:
-    known = [fmt.value for fmt in Format if fmt is not Format.W8]
+    known = [fmt.value for fmt in TARGET_FORMATS]
     if name not in known:
         raise InputError("unknown format", found=repr(name), hint=nearest(name, known))
     return Format(name)

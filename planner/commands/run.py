@@ -31,7 +31,7 @@ class Wish(msgspec.Struct, frozen=True):
     """None is 128, or as many as the context holds in a conversation."""
     sampling: Sampling
     draft: str
-    """A mode: ``plan``, ``off``, ``chainN`` or ``ngramN``."""
+    """A mode: ``plan``, ``ar``, ``off``, ``chainN`` or ``ngramN``."""
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
 
