@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from runtime.cycle import commit_width
 from runtime.kv_cache import KvCache
-from runtime.plan import PassKind
+from runtime.plan_tables import PassKind
 from runtime.pricing import PriceList
 from runtime.session import Session
 

@@ -15,7 +15,8 @@ from lowering.template import VALUE_BITS
 from profiles.errors import UnsupportedError
 from profiles.words import Format
 from runtime.model_spec import ModelSpec
-from runtime.plan import WIDEST_PASS, Formats, TensorRef, formats_of
+from runtime.plan import Formats, TensorRef, formats_of
+from runtime.plan_types import WIDEST_PASS
 
 Array = np.ndarray[Any, Any]
 

@@ -20,20 +20,18 @@ from runtime.plan import (
     Bucket,
     CalibrationSummary,
     Candidate,
-    Cycle,
     Decision,
     DeviceIdentity,
-    DraftSource,
     ExecutionPlan,
     KvLayout,
     MemoryNeed,
-    PassKind,
-    Placement,
     Prefill,
     Quality,
     SamplingRule,
     SkipMask,
 )
+from runtime.plan_cycles import Cycle, DraftSource
+from runtime.plan_tables import PassKind, Placement
 from runtime.sampling import GENERATOR
 
 GROWTH_TOKENS = 0

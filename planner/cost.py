@@ -13,6 +13,7 @@ from typing import NamedTuple
 from planner.roofline import roofline
 from profiles.curves import Grid, Sample, curve, grid, padded, read_curve, read_grid
 from profiles.errors import InputError, UnsupportedError
+from profiles.points import CONTEXTUAL
 from profiles.profile import (
     SHAPE_OF,
     AttentionShape,
@@ -259,7 +260,7 @@ def _check(place: Processor, operator: Operator, shape: Shape, width: int, conte
     if not 1 <= width <= place.max_width:
         expected = f"1 to {place.max_width} tokens on {place.id}"
         raise UnsupportedError("width of a pass", found=width, expected=expected)
-    if (operator is Operator.ATTENTION) != (context > 0):
+    if (operator in CONTEXTUAL) != (context > 0):
         expected = "above 0 for attention, 0 otherwise"
         raise InputError(f"context of {operator}", found=context, expected=expected)
 
@@ -374,7 +375,7 @@ def _sum(
                 shape,
                 fmt,
                 width,
-                context if op is Operator.ATTENTION else 0,
+                context if op in CONTEXTUAL else 0,
             )
             for op, shape in parts
         ]

@@ -13,7 +13,8 @@ from planner.agreement import DepthCounts
 from planner.lookup import LookupOutcome
 from planner.pass_tables import NGRAM_US, PassTimes
 from profiles.words import SubLayerId
-from runtime.plan import ALONE, OFF, Candidate, Cycle, Decision, DraftSource, Forecast
+from runtime.plan import Candidate, Decision, Forecast
+from runtime.plan_cycles import ALONE, OFF, Cycle, DraftSource
 
 MARGIN = 0.05
 """What a draft has to promise over plain decoding: less is within the prediction's error."""

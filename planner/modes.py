@@ -6,7 +6,9 @@ from collections.abc import Sequence
 import msgspec
 
 from profiles.errors import InputError, nearest
-from runtime.plan import ALONE, OFF, Cycle, DraftSource, ExecutionPlan, PassKind, runs_alone
+from runtime.plan import ExecutionPlan
+from runtime.plan_cycles import ALONE, OFF, Cycle, DraftSource, runs_alone
+from runtime.plan_tables import PassKind
 
 AR = "ar"
 OFF_MODE = "off"

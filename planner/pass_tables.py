@@ -11,7 +11,8 @@ from planner.placement import Assignment, Machine, PlacedPass, Work, place, pric
 from profiles.errors import FulcrumError
 from profiles.words import AttentionKernel, ProcessorKind, SubLayerId
 from runtime.cycle import commit_width
-from runtime.plan import CostTables, NumericsClass, PassKind, PassTable, runs_alone
+from runtime.plan_cycles import NumericsClass, runs_alone
+from runtime.plan_tables import CostTables, PassKind, PassTable
 
 WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32, 48, 64)
 LONE_ROWS = 2

@@ -20,7 +20,8 @@ from profiles.errors import InfeasibleError, UnsupportedError
 from profiles.profile import DeviceProfile
 from profiles.words import Format, Operator, ProcessorKind, SubLayerId, SubLayerKind, kind_of
 from runtime.model_spec import ModelSpec
-from runtime.plan import Formats, Span, TensorRef, formats_of
+from runtime.plan import Formats, TensorRef, formats_of
+from runtime.plan_tables import Span
 
 F32_BYTES = 4
 MEMORY_STEPS = 256

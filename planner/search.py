@@ -24,7 +24,7 @@ from planner.pass_tables import PassTimes
 from planner.placement import Machine
 from planner.prompt_file import Split
 from profiles.words import SubLayerId
-from runtime.plan import DraftSource
+from runtime.plan_cycles import DraftSource
 
 DEPTH = 6
 """Longest chain that a skip mask drafts."""

@@ -12,7 +12,8 @@ import msgspec
 from planner.inspect.figures import cycle_label
 from planner.modes import best_mask, chain, ngram, planned_cycles
 from planner.prompt_file import Prompt
-from runtime.plan import OFF, Cycle, DraftSource, ExecutionPlan
+from runtime.plan import ExecutionPlan
+from runtime.plan_cycles import OFF, Cycle, DraftSource
 from runtime.sampling import Sampling
 from runtime.session import Session
 

@@ -51,8 +51,13 @@ SHAPE_OF: Mapping[Operator, type[LinearShape] | type[AttentionShape] | type[Glue
     Operator.LINEAR: LinearShape,
     Operator.ATTENTION: AttentionShape,
     Operator.GLUE: GlueShape,
+    Operator.EXACT_ATTENTION: AttentionShape,
+    Operator.STREAMED_LINEAR: LinearShape,
 }
 """The shape that each operator's points carry."""
+
+CONTEXTUAL = (Operator.ATTENTION, Operator.EXACT_ATTENTION)
+"""Operators whose time depends on the context."""
 
 
 class Quantity(
@@ -175,7 +180,7 @@ def listed(words: Iterable[object]) -> str:
 
 def _columns(operator: Operator, source: Provenance) -> tuple[str, ...]:
     shape = SHAPE_OF[operator].__struct_fields__
-    context = ("context",) if operator is Operator.ATTENTION else ()
+    context = ("context",) if operator in CONTEXTUAL else ()
     spread = ("spread",) if source is Provenance.MEASURED else ()
     return (*shape, "width", *context, "time_us", *spread)
 

@@ -59,11 +59,15 @@ class Operator(StrEnum):
     ``LINEAR`` is a matrix product with constant weights and includes quantising its input and
     scaling its output; ``ATTENTION`` is everything between the QKV and the output product;
     ``GLUE`` is what remains of a sub-layer (norm, rotary embedding, residual, activation).
+    ``EXACT_ATTENTION`` is ``ATTENTION`` in the kernel that serves trees, ``STREAMED_LINEAR`` a
+    ``LINEAR`` whose weights have just been read from flash.
     """
 
     LINEAR = "linear"
     ATTENTION = "attention"
     GLUE = "glue"
+    EXACT_ATTENTION = "exact_attention"
+    STREAMED_LINEAR = "streamed_linear"
 
 
 class Provenance(StrEnum):

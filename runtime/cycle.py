@@ -11,7 +11,9 @@ from collections.abc import Callable, Sequence
 from profiles.words import AttentionKernel, Format
 from runtime.kv_cache import KvCache
 from runtime.ngram import NgramIndex
-from runtime.plan import Cycle, DraftSource, ExecutionPlan, NumericsClass, PassKind
+from runtime.plan import ExecutionPlan
+from runtime.plan_cycles import Cycle, DraftSource, NumericsClass
+from runtime.plan_tables import PassKind
 from runtime.pricing import PriceList
 from runtime.sampling import Sampling, choose
 from runtime.stats import FinishedCycle

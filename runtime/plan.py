@@ -2,42 +2,28 @@
 
 A plan is a folder: ``plan.json`` (this schema), ``weights.bin`` (one copy of all weights, 4096-byte
 aligned, in execution order), ``layers.onnx`` and ``head.onnx`` beside it (ONNX Runtime refuses
-external data outside a graph's own folder) and ``tokenizer.json``. ``docs/plan-format.md``
-describes it for people.
+external data outside a graph's own folder) and ``tokenizer.json``; with a draft model a folder
+``draft`` of the same kind. ``docs/plan-format.md`` describes it for people.
 """
 
-from collections.abc import Sequence
 from enum import StrEnum
-from typing import Annotated
 
-import msgspec
-from msgspec import Meta
-
-from profiles.words import AttentionKernel, Format, ProcessorKind, SubLayerId, SubLayerKind
+from profiles.words import AttentionKernel, Format, SubLayerId, SubLayerKind
 from runtime.model_spec import ModelSpec
+from runtime.plan_cycles import Cycle, Growth, NumericsClass, TreeTemplate
+from runtime.plan_tables import CostTables, Placement
+from runtime.plan_types import Count, Document, Microseconds, Sha256, Share, Width
 
 FORMAT_MAJOR = 1
-FORMAT = f"{FORMAT_MAJOR}.1"
+FORMAT = f"{FORMAT_MAJOR}.2"
 PLAN_FILE = "plan.json"
 SEAL_FILE = "plan.sha256"
 WEIGHTS_FILE = "weights.bin"
 TOKENIZER_FILE = "tokenizer.json"
 ALIGNMENT_BYTES = 4096
 
-Count = Annotated[int, Meta(ge=0, le=1 << 48)]
-WIDEST_PASS = 1024
-"""Rows; also the slots of the cache past the plan's context, for rows that are only padding."""
-Width = Annotated[int, Meta(ge=1, le=WIDEST_PASS)]
-Microseconds = Annotated[float, Meta(ge=0)]
-Share = Annotated[float, Meta(ge=0, le=1)]
-Sha256 = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
 
-
-class _Document(msgspec.Struct, frozen=True):
-    """Base of every struct in ``plan.json``; fields of newer minor versions are ignored."""
-
-
-class Artefact(_Document, frozen=True):
+class Artefact(Document, frozen=True):
     """A file of the plan."""
 
     path: str
@@ -53,7 +39,7 @@ class TensorType(StrEnum):
     U8 = "u8"
 
 
-class TensorRef(_Document, frozen=True):
+class TensorRef(Document, frozen=True):
     """A tensor inside ``weights.bin``."""
 
     name: str
@@ -63,7 +49,7 @@ class TensorRef(_Document, frozen=True):
     """From the start of the file, a multiple of 4096."""
 
 
-class Formats(_Document, frozen=True):
+class Formats(Document, frozen=True):
     """Number format of each part of a model; the embedding is stored in the head's."""
 
     attention: Format
@@ -96,9 +82,13 @@ class GraphKind(StrEnum):
     """Hidden rows through all sub-layers, each behind a switch."""
     HEAD = "head"
     """Final norm and LM head: hidden rows to logits."""
+    ATTENTION = "attention"
+    """Any one attention sub-layer, its weights being inputs: what a streamed one runs in."""
+    MLP = "mlp"
+    """Any one MLP, likewise."""
 
 
-class Graph(_Document, frozen=True):
+class Graph(Document, frozen=True):
     """An ONNX graph and the tensors of ``weights.bin`` that it takes as constants."""
 
     kind: GraphKind
@@ -106,66 +96,14 @@ class Graph(_Document, frozen=True):
     tensors: tuple[str, ...]
 
 
-class NumericsClass(_Document, frozen=True):
-    """How a range of target sub-layers computes in every pass whose state is committed.
-
-    Two passes agree bit by bit exactly if they run in the same class.
-    """
-
-    first: SubLayerId
-    end: SubLayerId
-    """One past the last sub-layer."""
-    processor: str
-    processor_kind: ProcessorKind
-    format: Format
-    min_width: Width
-    """Narrowest pass; narrower ones are padded to it."""
-    width_step: Width
-    """Pass widths are padded to a multiple of this on the device."""
-    attention: AttentionKernel = AttentionKernel.EXACT
-
-
-class SkipMask(_Document, frozen=True):
+class SkipMask(Document, frozen=True):
     """A set of sub-layers that a pass leaves out; mask 0 is the full target."""
 
     id: Count
     skipped: tuple[SubLayerId, ...]
 
 
-class DraftSource(StrEnum):
-    """Who proposes tokens in a cycle."""
-
-    OFF = "off"
-    """Nobody: the cycle is one step of plain autoregressive decoding."""
-    SKIP = "skip"
-    """The target under a skip mask (KnapSpec)."""
-    NGRAM = "ngram"
-    """The continuation of the latest earlier occurrence of the context's last tokens."""
-
-
-class Cycle(_Document, frozen=True):
-    """Draft, verify, commit."""
-
-    draft: DraftSource
-    length: Count
-    """Drafted tokens (a chain); 0 when OFF."""
-    mask: Count = 0
-    """Skip mask of the drafting passes, for SKIP."""
-    ngram_min: Count = 0
-    ngram_max: Count = 0
-    """Shortest and longest context suffix that is looked up, for NGRAM."""
-    lone: bool = False
-    """For OFF: the one row runs alone, in faster kernels whose sums are in another order. Rows that
-    were computed so never meet a draft: a plan decodes alone in every bucket or in none."""
-
-
-OFF = Cycle(draft=DraftSource.OFF, length=0)
-"""Plain decoding as a cycle, in passes whose rows agree with those of any draft's verify pass."""
-ALONE = Cycle(draft=DraftSource.OFF, length=0, lone=True)
-"""Plain decoding at its fastest, for plans that never draft."""
-
-
-class Forecast(_Document, frozen=True):
+class Forecast(Document, frozen=True):
     """What the planner expects of a bucket's cycle on the device: a prediction."""
 
     tokens_per_cycle: float
@@ -178,7 +116,7 @@ class Forecast(_Document, frozen=True):
     """Of the draft at depth 1, 2, ..., given that all before it were accepted."""
 
 
-class Bucket(_Document, frozen=True):
+class Bucket(Document, frozen=True):
     """A range of context lengths with one decision."""
 
     context_from: Count
@@ -188,65 +126,7 @@ class Bucket(_Document, frozen=True):
     forecast: Forecast
 
 
-class Span(_Document, frozen=True):
-    """A run of sub-layers on one processor within a pass, as the planner placed it."""
-
-    first: SubLayerId
-    end: SubLayerId
-    processor: str
-    compute_us: Microseconds
-    transfer_us: Microseconds
-    """Handing the hidden rows to this processor."""
-
-
-class PassKind(StrEnum):
-    """What a pass is for."""
-
-    AR = "ar"
-    DRAFT = "draft"
-    VERIFY = "verify"
-    PREFILL = "prefill"
-
-
-class Placement(_Document, frozen=True):
-    """Where the sub-layers of one pass of one bucket run, and what that is predicted to take."""
-
-    bucket: Count
-    kind: PassKind
-    width: Width
-    context: Count
-    spans: tuple[Span, ...]
-    head_processor: str
-    head_rows: Count
-    head_us: Microseconds
-    handover_bytes: Count
-    """Bytes of hidden rows that cross from span to span."""
-
-
-class PassTable(_Document, frozen=True):
-    """Predicted device time of a pass under one mask and one placement."""
-
-    kind: PassKind
-    mask: Count
-    widths: tuple[Width, ...]
-    contexts: tuple[Count, ...]
-    us: tuple[tuple[Microseconds, ...], ...]
-    """By width, then by context."""
-
-
-class CostTables(_Document, frozen=True):
-    """All that the runtime looks up; it never simulates."""
-
-    passes: tuple[PassTable, ...]
-    head_widths: tuple[Width, ...]
-    head_us: tuple[Microseconds, ...]
-    cycle_us: Microseconds
-    """Constant of a pass: the call, sampling, bookkeeping. A chain of n pays it n + 1 times."""
-    ngram_us: Microseconds
-    """One n-gram lookup."""
-
-
-class KvLayout(_Document, frozen=True):
+class KvLayout(Document, frozen=True):
     """Keys and values are f32; with exact attention the values are integers on a grid per channel
     (``docs/numerics.md``)."""
 
@@ -256,20 +136,43 @@ class KvLayout(_Document, frozen=True):
     bytes_per_token: Count
 
 
-class Prefill(_Document, frozen=True):
+class Residency(Document, frozen=True):
+    """Which sub-layers of the target stay in memory, and how the others are read."""
+
+    streamed: tuple[SubLayerId, ...]
+    """Read from flash in every pass that needs them, ascending; the others stay in memory."""
+    slots: Count
+    """Of the ring, for each kind of sub-layer: so many are held or being read."""
+    read_bytes: Count
+    """Of one read request, a multiple of 4096."""
+
+
+class DraftModel(Document, frozen=True):
+    """A smaller model with the same tokens that drafts; its state is never committed."""
+
+    model: ModelSpec
+    formats: Formats
+    attention: AttentionKernel
+    graphs: tuple[Graph, ...]
+    weights: Artefact
+    tensors: tuple[TensorRef, ...]
+    kv: KvLayout
+
+
+class Prefill(Document, frozen=True):
     """How a prompt is read."""
 
     chunk: Width
 
 
-class SamplingRule(_Document, frozen=True):
+class SamplingRule(Document, frozen=True):
     """Token at a position = argmax(logits / temperature + Gumbel noise of (seed, position))."""
 
     generator: str
     """Counter-based generator of the noise."""
 
 
-class Quality(_Document, frozen=True):
+class Quality(Document, frozen=True):
     """What the target format costs against f32, on text of the report split."""
 
     positions: Count
@@ -278,7 +181,7 @@ class Quality(_Document, frozen=True):
     f32_perplexity: float
 
 
-class CalibrationSummary(_Document, frozen=True):
+class CalibrationSummary(Document, frozen=True):
     """Where the acceptance numbers come from."""
 
     digest: str
@@ -289,14 +192,14 @@ class CalibrationSummary(_Document, frozen=True):
     report_positions: Count
 
 
-class Candidate(_Document, frozen=True):
+class Candidate(Document, frozen=True):
     """One alternative of a decision and its objective."""
 
     name: str
     value: float
 
 
-class Decision(_Document, frozen=True):
+class Decision(Document, frozen=True):
     """What a planner pass chose and why."""
 
     name: str
@@ -315,7 +218,7 @@ class Decision(_Document, frozen=True):
     note: str = ""
 
 
-class DeviceIdentity(_Document, frozen=True):
+class DeviceIdentity(Document, frozen=True):
     """The profile that the plan was priced with."""
 
     name: str
@@ -327,16 +230,26 @@ class DeviceIdentity(_Document, frozen=True):
     """Intra-op threads of the CPU."""
 
 
-class MemoryNeed(_Document, frozen=True):
+class MemoryNeed(Document, frozen=True):
     """Predicted peak of what the runtime holds, by part."""
 
     weights_bytes: Count
+    """Of the target's resident sub-layers and its head."""
     kv_bytes: Count
-    """At the plan's largest context."""
+    """Of target and draft model, at the plan's largest context."""
     interpreter_bytes: Count
+    draft_bytes: Count = 0
+    """Weights of the draft model."""
+    ring_bytes: Count = 0
+
+    @property
+    def total_bytes(self) -> int:
+        """What has to fit into the budget."""
+        parts = self.weights_bytes, self.kv_bytes, self.interpreter_bytes
+        return sum(parts) + self.draft_bytes + self.ring_bytes
 
 
-class ExecutionPlan(_Document, frozen=True):
+class ExecutionPlan(Document, frozen=True):
     """Everything decided ahead of time."""
 
     format: str
@@ -368,27 +281,13 @@ class ExecutionPlan(_Document, frozen=True):
     assumptions: tuple[str, ...]
     """What the predictions rest on, for people."""
     formats: Formats | None = None
+    draft: DraftModel | None = None
+    trees: tuple[TreeTemplate, ...] = ()
+    growths: tuple[Growth, ...] = ()
+    residency: Residency | None = None
+    """None: all of the target stays in memory."""
 
     @property
     def part_formats(self) -> Formats:
         """Number format of each part."""
         return self.formats or formats_of(self.target_format)
-
-
-def misused_lone(cycle: Cycle, classes: Sequence[NumericsClass]) -> str | None:
-    """Why ``cycle`` may not be lone in a plan of these numerics; None if it may, or is not."""
-    if cycle.lone and cycle.draft is not DraftSource.OFF:
-        return "a draft is verified in a pass of several rows"
-    if cycle.lone and not runs_alone(classes):
-        return "the plan has no pass of a single row"
-    return None
-
-
-def runs_alone(classes: Sequence[NumericsClass]) -> bool:
-    """Whether one row can be decoded unpadded (``Cycle.lone``): the CPU runs all sub-layers."""
-    return all(
-        entry.processor_kind is ProcessorKind.CPU
-        and entry.width_step == 1
-        and entry.attention is AttentionKernel.FUSED
-        for entry in classes
-    )

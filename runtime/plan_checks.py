@@ -11,6 +11,7 @@ from itertools import pairwise
 from math import prod
 from typing import NamedTuple
 
+from profiles.words import kind_of
 from runtime.model_spec import MAX_HEAD_DIM, MAX_ROPE_FACTOR, MIN_ROPE_FACTOR, ModelSpec
 from runtime.plan import (
     ALIGNMENT_BYTES,
@@ -19,13 +20,12 @@ from runtime.plan import (
     TOKENIZER_FILE,
     WEIGHTS_FILE,
     Artefact,
-    DraftSource,
     ExecutionPlan,
     GraphKind,
     TensorRef,
     TensorType,
-    misused_lone,
 )
+from runtime.plan_cycles import DraftSource, misused_lone
 
 EMBEDDING = "embed"
 """Name of the table that turns token ids into hidden rows."""
@@ -269,9 +269,13 @@ def _graphs(plan: ExecutionPlan) -> Iterator[Fault]:
                 where = f"$.graphs[{index}].tensors[{place}]"
                 yield Fault(where, "unknown tensor", name, "a name from $.tensors")
     kinds = Counter(graph.kind for graph in plan.graphs)
+    needed = {GraphKind.LAYERS, GraphKind.HEAD}
+    if plan.residency:
+        needed |= {GraphKind(kind_of(sub_layer)) for sub_layer in plan.residency.streamed}
     for kind in GraphKind:
-        if kinds[kind] != 1:
-            yield Fault("$.graphs", f"graphs of kind {kind}", kinds[kind], "exactly 1")
+        expected = int(kind in needed)
+        if kinds[kind] != expected:
+            yield Fault("$.graphs", f"graphs of kind {kind}", kinds[kind], f"exactly {expected}")
 
 
 _RULES = (

@@ -4,7 +4,7 @@ import bisect
 from collections.abc import Sequence
 
 from profiles.errors import IncompatibleError
-from runtime.plan import CostTables, PassKind, PassTable
+from runtime.plan_tables import CostTables, PassKind, PassTable
 
 
 def interpolate(xs: Sequence[float], ys: Sequence[float], x: float) -> float:

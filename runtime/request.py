@@ -7,7 +7,8 @@ import msgspec
 
 from profiles.errors import InputError
 from runtime.ending import FinishReason, check_stop
-from runtime.plan import Cycle, ExecutionPlan, misused_lone
+from runtime.plan import ExecutionPlan
+from runtime.plan_cycles import Cycle, misused_lone
 from runtime.sampling import GREEDY, Sampling
 
 Progress = Callable[[int, int], None]

@@ -15,8 +15,9 @@ from runtime.cycle import Decoding, commit_width, head_rows
 from runtime.ending import Ending, FinishReason
 from runtime.graph_checks import check_graphs, reported_failures
 from runtime.kv_cache import KvCache
-from runtime.plan import TOKENIZER_FILE, WIDEST_PASS, ExecutionPlan
+from runtime.plan import TOKENIZER_FILE, ExecutionPlan
 from runtime.plan_folder import load_plan, map_tensors
+from runtime.plan_types import WIDEST_PASS
 from runtime.request import Options, Progress, Request, check_request, request_of
 from runtime.sampling import GREEDY
 from runtime.stats import Stats

@@ -18,7 +18,7 @@ from onnx import TensorProto, helper
 from tiny_models import TinyShape
 
 from profiles.profile import load_profile, save_profile
-from runtime.plan import Cycle, DraftSource
+from runtime.plan_cycles import Cycle, DraftSource
 
 SHAPE = TinyShape(layers=1, hidden=32, intermediate=32, heads=2, kv_heads=1, head_dim=16)
 RECIPE = Recipe(

@@ -24,26 +24,22 @@ from profiles.words import (
 from runtime.model_spec import ModelSpec
 from runtime.plan import (
     FORMAT,
-    OFF,
     Bucket,
     CalibrationSummary,
-    CostTables,
-    Cycle,
     DeviceIdentity,
     ExecutionPlan,
     Forecast,
     Formats,
     KvLayout,
     MemoryNeed,
-    NumericsClass,
-    PassKind,
-    PassTable,
     Prefill,
     Quality,
     SamplingRule,
     SkipMask,
     formats_of,
 )
+from runtime.plan_cycles import OFF, Cycle, NumericsClass
+from runtime.plan_tables import CostTables, PassKind, PassTable
 from runtime.plan_writer import PlanWriter
 from runtime.sampling import GENERATOR
 

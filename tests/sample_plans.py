@@ -23,29 +23,23 @@ from runtime.plan import (
     Bucket,
     CalibrationSummary,
     Candidate,
-    CostTables,
-    Cycle,
     Decision,
     DeviceIdentity,
-    DraftSource,
     ExecutionPlan,
     Forecast,
     Graph,
     GraphKind,
     KvLayout,
     MemoryNeed,
-    NumericsClass,
-    PassKind,
-    PassTable,
-    Placement,
     Prefill,
     Quality,
     SamplingRule,
     SkipMask,
-    Span,
     TensorRef,
     TensorType,
 )
+from runtime.plan_cycles import Cycle, DraftSource, NumericsClass
+from runtime.plan_tables import CostTables, PassKind, PassTable, Placement, Span
 from runtime.plan_writer import PlanWriter
 
 LAYERS = 4

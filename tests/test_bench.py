@@ -13,7 +13,7 @@ from planner import cli
 from planner.bench import Sample, figures, measure, peak_rss_bytes, quartiles
 from planner.modes import Mode, best_mask, parse_mode, parse_modes, speculates
 from planner.prompt_file import Prompt
-from runtime.plan import ALONE, OFF, Cycle, DraftSource
+from runtime.plan_cycles import ALONE, OFF, Cycle, DraftSource
 from runtime.plan_folder import read_plan
 from runtime.session import load
 from runtime.stats import Stats

@@ -21,7 +21,7 @@ from planner.corpus import Text, committed_cache, continue_prompts
 from planner.prompt_file import Prompt, Split
 from profiles.errors import InputError
 from profiles.words import AttentionKernel, SubLayerId
-from runtime.plan import OFF
+from runtime.plan_cycles import OFF
 from runtime.session import Session
 
 RECIPE = Recipe(GQA, attention=AttentionKernel.EXACT, seed=3, masks=((1,), (0, 3)), faint=(1, 2, 3))

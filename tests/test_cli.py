@@ -28,7 +28,7 @@ from planner.sizes import parse_size
 from planner.terminal import write_file
 from profiles.errors import InputError
 from profiles.profile import DeviceProfile, load_profile, shipped_profiles
-from runtime.plan import Cycle, DraftSource
+from runtime.plan_cycles import Cycle, DraftSource
 from runtime.plan_folder import read_plan
 from runtime.session import load
 

@@ -14,8 +14,10 @@ from planner.prompt_file import Prompt
 from planner.verify import verify
 from profiles.errors import FulcrumError, InfeasibleError, InputError, UnsupportedError
 from profiles.words import Format
-from runtime.plan import OFF, DraftSource, Formats, PassKind
+from runtime.plan import Formats
+from runtime.plan_cycles import OFF, DraftSource
 from runtime.plan_folder import load_plan
+from runtime.plan_tables import PassKind
 from runtime.pricing import PriceList
 from runtime.sampling import GREEDY, Sampling
 from runtime.session import Session

@@ -15,7 +15,7 @@ from tiny_models import EOS_ID
 from profiles.errors import InputError
 from runtime import backends
 from runtime.cycle import Decoding
-from runtime.plan import OFF, Cycle, DraftSource
+from runtime.plan_cycles import OFF, Cycle, DraftSource
 from runtime.sampling import GREEDY, Sampling
 from runtime.session import FinishReason, Session
 

@@ -26,7 +26,8 @@ from lowering.decoder import Decoder
 from profiles.words import AttentionKernel, Format
 from runtime.cycle import Decoding, bucket_at, commit_width
 from runtime.kv_cache import KvCache
-from runtime.plan import ALONE, OFF, WIDEST_PASS, Cycle, DraftSource
+from runtime.plan_cycles import ALONE, OFF, Cycle, DraftSource
+from runtime.plan_types import WIDEST_PASS
 from runtime.sampling import GREEDY, Sampling
 from runtime.session import FinishReason, Generation, Session
 

@@ -29,7 +29,8 @@ from planner.placement import Assignment, Machine
 from profiles.errors import InfeasibleError
 from profiles.profile import load_profile
 from profiles.words import Format, SubLayerId
-from runtime.plan import PassKind, formats_of
+from runtime.plan import formats_of
+from runtime.plan_tables import PassKind
 from runtime.pricing import PriceList
 
 SPEC = tiny_spec(GQA)

@@ -37,7 +37,8 @@ from planner.inspect.svg_canvas import text_width
 from planner.inspect.text import COLUMNS, RUNS, SKIPPED, plan_text
 from planner.inspect.units import bytes_label, clean, counted, three_digits, time_label
 from profiles.words import SubLayerId
-from runtime.plan import ExecutionPlan, Forecast, PassKind, SkipMask
+from runtime.plan import ExecutionPlan, Forecast, SkipMask
+from runtime.plan_tables import PassKind
 
 SVG = "{http://www.w3.org/2000/svg}"
 NASTY = '<&> "quoted" \\ name\nwith a \x00 control'

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from profiles.errors import FulcrumError
-from runtime.plan import CostTables, PassKind, PassTable
+from runtime.plan_tables import CostTables, PassKind, PassTable
 from runtime.pricing import PriceList, interpolate
 
 VERIFY = PassTable(

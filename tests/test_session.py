@@ -11,7 +11,7 @@ from tiny_models import EOS_ID
 import runtime
 from profiles.errors import IncompatibleError, InputError
 from profiles.words import AttentionKernel, Format
-from runtime.plan import OFF, Cycle, DraftSource
+from runtime.plan_cycles import OFF, Cycle, DraftSource
 from runtime.sampling import GREEDY, Sampling
 from runtime.session import FinishReason, Session
 

@@ -14,7 +14,7 @@ from planner import cli
 from planner.prompt_file import Prompt, bundled_prompts
 from planner.verify import cycles_to_verify, decode, verify
 from runtime.cycle import Decoding
-from runtime.plan import OFF, Cycle, DraftSource
+from runtime.plan_cycles import OFF, Cycle, DraftSource
 from runtime.plan_folder import read_plan
 from runtime.sampling import GREEDY, Sampling
 from runtime.session import Session, load

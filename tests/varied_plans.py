@@ -10,24 +10,19 @@ from runtime.plan import (
     Bucket,
     CalibrationSummary,
     Candidate,
-    CostTables,
-    Cycle,
     Decision,
     DeviceIdentity,
-    DraftSource,
     ExecutionPlan,
     Forecast,
     KvLayout,
     MemoryNeed,
-    NumericsClass,
-    PassKind,
-    Placement,
     Prefill,
     Quality,
     SamplingRule,
     SkipMask,
-    Span,
 )
+from runtime.plan_cycles import Cycle, DraftSource, NumericsClass
+from runtime.plan_tables import CostTables, PassKind, Placement, Span
 
 DIGEST = "0123456789abcdef" * 4
 SUB_LAYER_US = 400.0

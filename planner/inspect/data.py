@@ -28,7 +28,8 @@ from planner.inspect.figures import (
 )
 from planner.inspect.graph import bucket_graph
 from profiles.words import SubLayerId
-from runtime.plan import DraftSource, ExecutionPlan
+from runtime.plan import ExecutionPlan
+from runtime.plan_cycles import DraftSource
 
 PREDICTED = ("buckets[].*_us", "buckets[].*tokens_per_s", "plan.tables", "plan.memory")
 MEASURED = ("plan.buckets[].forecast.acceptance", "plan.quality")

@@ -6,16 +6,9 @@ Nothing here decides or measures; all times are the plan's predictions.
 import msgspec
 
 from profiles.words import LayerId, SubLayerId, SubLayerKind, sub_layer_id
-from runtime.plan import (
-    Bucket,
-    Cycle,
-    DraftSource,
-    ExecutionPlan,
-    NumericsClass,
-    PassKind,
-    Placement,
-    Span,
-)
+from runtime.plan import Bucket, ExecutionPlan
+from runtime.plan_cycles import Cycle, DraftSource, NumericsClass
+from runtime.plan_tables import PassKind, Placement, Span
 
 HIDDEN_BYTES = 4
 """Hidden rows and logits travel as f32."""

@@ -24,7 +24,9 @@ from planner.inspect.figures import (
     sub_layers_label,
 )
 from profiles.words import SubLayerId
-from runtime.plan import DraftSource, ExecutionPlan, NumericsClass, PassKind, Placement, Span
+from runtime.plan import ExecutionPlan
+from runtime.plan_cycles import DraftSource, NumericsClass
+from runtime.plan_tables import PassKind, Placement, Span
 
 
 class NodeKind(StrEnum):

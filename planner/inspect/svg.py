@@ -13,7 +13,8 @@ from planner.inspect.svg_pass import CELL_HEIGHT, HOLLOW
 from planner.inspect.svg_scale import MARGIN, PAGE_WIDTH, RIGHT, Colours, colours_of
 from planner.inspect.svg_time import draw_times, longest_us
 from planner.inspect.units import bytes_label, clean, percent_label, rate_label, ratio_label
-from runtime.plan import DraftSource, ExecutionPlan
+from runtime.plan import ExecutionPlan
+from runtime.plan_cycles import DraftSource
 
 _NOTE = (
     "All times are predictions from the device profile; acceptance and the format's quality "

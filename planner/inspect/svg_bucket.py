@@ -36,7 +36,9 @@ from planner.inspect.svg_scale import (
 )
 from planner.inspect.units import TIMES, bytes_label, clean, counted, three_digits, time_label
 from profiles.words import SubLayerId
-from runtime.plan import DraftSource, ExecutionPlan, NumericsClass, PassKind
+from runtime.plan import ExecutionPlan
+from runtime.plan_cycles import DraftSource, NumericsClass
+from runtime.plan_tables import PassKind
 
 KV_FILL, KV_STROKE = "#e9edf1", "#9aa7b4"
 

@@ -32,7 +32,8 @@ from planner.inspect.svg_scale import (
 )
 from planner.inspect.units import bytes_label, clean, counted, time_label
 from profiles.words import SubLayerId, layer_of
-from runtime.plan import ExecutionPlan, Placement, Span
+from runtime.plan import ExecutionPlan
+from runtime.plan_tables import Placement, Span
 
 CELL_HEIGHT = 14.0
 HOLLOW = "#b6c0ca"

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import msgspec
 
 from planner.inspect.figures import BucketFigures
-from runtime.plan import ExecutionPlan, Placement
+from runtime.plan import ExecutionPlan
+from runtime.plan_tables import Placement
 
 PAGE_WIDTH = 1600.0
 MARGIN = 40.0

@@ -29,7 +29,8 @@ from planner.inspect.units import (
     time_label,
 )
 from profiles.words import SubLayerId
-from runtime.plan import ExecutionPlan, PassKind, Placement
+from runtime.plan import ExecutionPlan
+from runtime.plan_tables import PassKind, Placement
 
 COLUMNS = 100
 RUNS, SKIPPED = "■", "□"
