@@ -64,6 +64,17 @@ TargetFormat = Annotated[
         help="w8a16, w8a8, w4 or f32; by part: w8a16,mlp=w4,head=w8a8.",
     ),
 ]
+DraftModelName = Annotated[
+    str | None,
+    typer.Option(
+        "--draft",
+        metavar="MODEL",
+        help="A smaller model with the same tokens, to draft with where that pays.",
+    ),
+]
+DraftFormat = Annotated[
+    str, typer.Option("--draft-format", metavar="F", help="Of the draft model; as --target-format.")
+]
 DramBudget = Annotated[
     int | None,
     typer.Option("--dram-budget", metavar="SIZE", parser=parse_size, help="Such as 512MB or 2GiB."),
