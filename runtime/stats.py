@@ -14,6 +14,20 @@ class FinishedCycle(msgspec.Struct, frozen=True):
     verify_us: float
     simulated_us: float
     """Device time by the plan's tables."""
+    draft_passes: int = 0
+    """Of a model that drafts, catching up included; 0 for look-ups."""
+    nodes_by_depth: tuple[int, ...] = ()
+    """Drafted nodes at depth 1, 2, ...; empty for a chain, which has one at each."""
+    flash_bytes: int = 0
+    """Of the streamed sub-layers that the verify pass used."""
+    ahead_bytes: int = 0
+    """Of them, what was in memory when the pass began."""
+    read_us: float = 0.0
+    """Time that the reader took over ``flash_bytes``, before the pass and in it."""
+    exposed_io_us: float = 0.0
+    """From the begin of the verify pass to the arrival of the last byte that it needs."""
+    stalled_us: float = 0.0
+    """Of that, the time in which the pass waited and did not compute."""
 
     def cut(self, kept: int) -> "FinishedCycle":
         """The cycle when only its first ``kept`` tokens belong to the generation."""
@@ -41,6 +55,23 @@ class Stats(msgspec.Struct):
     """From the end of the prefill to the last token."""
     simulated_us: float = 0.0
     """Decoding time on the plan's device by the plan's tables: a prediction."""
+    draft_passes: int = 0
+    nodes_by_depth: list[int] = msgspec.field(default_factory=list[int])
+    """Drafted nodes at depth 1, 2, ..."""
+    tried_by_depth: list[int] = msgspec.field(default_factory=list[int])
+    """Cycles that had drafted at this depth and accepted all depths above."""
+    accepted_by_depth: list[int] = msgspec.field(default_factory=list[int])
+    """Cycles that accepted at this depth."""
+    flash_bytes: int = 0
+    """Streamed weights that verify passes used."""
+    ahead_bytes: int = 0
+    """Of them, what was in memory when the pass began."""
+    read_us: float = 0.0
+    """The reader's time over ``flash_bytes``."""
+    exposed_io_us: float = 0.0
+    """From the begin of each verify pass to the arrival of the last byte that it needs."""
+    stalled_us: float = 0.0
+    """Of that, the time in which passes waited and did not compute."""
 
     def add(self, cycle: FinishedCycle) -> None:
         """Count ``cycle``."""
@@ -52,6 +83,22 @@ class Stats(msgspec.Struct):
         self.draft_us += cycle.draft_us
         self.verify_us += cycle.verify_us
         self.simulated_us += cycle.simulated_us
+        self.draft_passes += cycle.draft_passes
+        self.flash_bytes += cycle.flash_bytes
+        self.ahead_bytes += cycle.ahead_bytes
+        self.read_us += cycle.read_us
+        self.exposed_io_us += cycle.exposed_io_us
+        self.stalled_us += cycle.stalled_us
+        self._add_depths(cycle)
+
+    def _add_depths(self, cycle: FinishedCycle) -> None:
+        nodes = cycle.nodes_by_depth or (1,) * cycle.drafted
+        for counts in (self.nodes_by_depth, self.tried_by_depth, self.accepted_by_depth):
+            counts += [0] * (len(nodes) - len(counts))
+        for depth, count in enumerate(nodes):
+            self.nodes_by_depth[depth] += count
+            self.tried_by_depth[depth] += cycle.accepted >= depth
+            self.accepted_by_depth[depth] += cycle.accepted > depth
 
     @property
     def tokens_per_s(self) -> float:

@@ -384,6 +384,8 @@ def test_run_json_has_the_documented_keys(plan: Plan, compiled: Compiled) -> Non
         *("new_tokens", "cycles", "speculating_cycles", "drafted", "accepted", "prefill_us"),
         *("draft_us", "verify_us", "decode_us", "simulated_us", "tokens_per_s", "mean_accepted"),
         *("mean_drafted", "predicted_tokens_per_s"),
+        *("draft_passes", "nodes_by_depth", "tried_by_depth", "accepted_by_depth"),
+        *("flash_bytes", "ahead_bytes", "read_us", "exposed_io_us", "stalled_us"),
     }
     documented.check_keys("run", data, keys)
     assert data["finish_reason"] == "length"
