@@ -10,8 +10,9 @@ import math
 import weakref
 from typing import NamedTuple
 
+from planner.point_families import Family, Run, family_of, label, read_family
 from planner.roofline import roofline
-from profiles.curves import Grid, Sample, curve, grid, padded, read_curve, read_grid
+from profiles.curves import curve, padded, read_curve
 from profiles.errors import InputError, UnsupportedError
 from profiles.points import CONTEXTUAL
 from profiles.profile import (
@@ -22,10 +23,11 @@ from profiles.profile import (
     LinearShape,
     Point,
     Processor,
+    Quantity,
     ReadPattern,
     Shape,
 )
-from profiles.words import Format, Operator, Provenance, SubLayerKind
+from profiles.words import AttentionKernel, Format, Operator, Provenance, SubLayerKind
 from runtime.model_spec import ModelSpec
 
 TRUST = (
@@ -47,6 +49,14 @@ _RUNS_IN = {
 }
 """Formats in which weightless operators of a sub-layer may run: never coarser than its own."""
 
+_STANDS_IN = {
+    Operator.EXACT_ATTENTION: Operator.ATTENTION,
+    Operator.STREAMED_LINEAR: Operator.LINEAR,
+}
+"""What prices an operator that a profile does not know."""
+
+_WITH_WEIGHTS = (Operator.LINEAR, Operator.STREAMED_LINEAR)
+
 
 class Cost(NamedTuple):
     """Time of one operator, or of several in a row."""
@@ -65,10 +75,6 @@ class ReadRate(NamedTuple):
     basis: str
 
 
-_Run = tuple[int, int]
-"""Padded width and context of a point."""
-
-
 class _Tables:
     """What ``cost`` looks up of one profile: points by setting, and answers already given."""
 
@@ -76,22 +82,14 @@ class _Tables:
         self.processors = {processor.id: processor for processor in profile.processors}
         self.answers: dict[tuple[object, ...], Cost] = {}
         self.sums: dict[tuple[object, ...], Cost] = {}
-        self.families: dict[tuple[object, ...], _Family] = {}
-        self.points: dict[tuple[object, ...], dict[Shape, dict[_Run, Point]]] = {}
+        self.families: dict[tuple[object, ...], Family] = {}
+        self.points: dict[tuple[object, ...], dict[Shape, dict[Run, Point]]] = {}
         # published at width 1 and run as 32, a point stands at 32; a wider one is nearer to it
         for point in sorted(profile.points, key=lambda point: point.width):
             setting = (point.processor, point.operator, point.format)
             width = padded(point.width, self.processors[point.processor].width_step)
             by_shape = self.points.setdefault(setting, {})
             by_shape.setdefault(point.shape, {})[width, point.context] = point
-
-
-class _Family(NamedTuple):
-    """The points that speak for one shape, as a grid of size (attention: context) by width."""
-
-    table: Grid
-    shapes: tuple[Shape, ...]
-    """Whose points they are, the most similar first."""
 
 
 _TABLES: dict[int, tuple[weakref.ref[DeviceProfile], _Tables]] = {}
@@ -110,7 +108,8 @@ def cost(
 
     ``context`` counts the positions that a row of attention sees and is 0 otherwise. Weightless
     operators run in ``running_format``. A processor that lacks the operator, the format or the
-    width is an ``UnsupportedError`` that says which.
+    width is an ``UnsupportedError`` that says which. Exact attention and streamed products that
+    the profile has no points of are priced as ``ATTENTION`` and ``LINEAR``, which is assumed.
     """
     tables = _tables(profile)
     key = (processor, operator, shape, fmt, width, context)
@@ -124,14 +123,24 @@ def cost(
     return answer
 
 
+def stream_call_us(profile: DeviceProfile, processor: str) -> Quantity:
+    """What a streamed sub-layer takes beyond its operators: a call of its own.
+
+    Where nobody measured it, what handing over to the processor takes.
+    """
+    place = profile.processor(processor)
+    return place.stream_call_us or place.sync_us
+
+
 def running_format(processor: Processor, operator: Operator, fmt: Format) -> Format:
     """The format that ``operator`` of a ``fmt`` sub-layer runs in on ``processor``.
 
     Linear products run in ``fmt``. Attention and glue have no weights: they run in ``fmt`` where
     the processor has it, else in a finer one. None is an ``UnsupportedError`` with the reason.
     """
-    supported = processor.supports.get(operator, ())
-    candidates = (fmt,) if operator is Operator.LINEAR else _RUNS_IN[fmt]
+    known = operator if operator in processor.supports else _STANDS_IN.get(operator, operator)
+    supported = processor.supports.get(known, ())
+    candidates = (fmt,) if operator in _WITH_WEIGHTS else _RUNS_IN[fmt]
     for candidate in candidates:
         if candidate in supported:
             return candidate
@@ -143,21 +152,33 @@ def running_format(processor: Processor, operator: Operator, fmt: Format) -> For
     )
 
 
-def sub_layer_parts(spec: ModelSpec, kind: SubLayerKind) -> tuple[tuple[Operator, Shape], ...]:
-    """The operators of one sub-layer, in order; gate and up are one product."""
+def sub_layer_parts(
+    spec: ModelSpec,
+    kind: SubLayerKind,
+    *,
+    attention: AttentionKernel = AttentionKernel.FUSED,
+    streamed: bool = False,
+) -> tuple[tuple[Operator, Shape], ...]:
+    """The operators of one sub-layer, in order; gate and up are one product.
+
+    A ``streamed`` one has its weights from flash.
+    """
     attended = spec.heads * spec.head_dim
     glue = (Operator.GLUE, GlueShape(spec.hidden))
+    linear = Operator.STREAMED_LINEAR if streamed else Operator.LINEAR
+    exact = attention is AttentionKernel.EXACT
+    attend = Operator.EXACT_ATTENTION if exact else Operator.ATTENTION
     if kind is SubLayerKind.ATTENTION:
         return (
             glue,
-            (Operator.LINEAR, LinearShape(spec.hidden, attended + 2 * spec.kv_dim)),
-            (Operator.ATTENTION, AttentionShape(spec.heads, spec.kv_heads, spec.head_dim)),
-            (Operator.LINEAR, LinearShape(attended, spec.hidden)),
+            (linear, LinearShape(spec.hidden, attended + 2 * spec.kv_dim)),
+            (attend, AttentionShape(spec.heads, spec.kv_heads, spec.head_dim)),
+            (linear, LinearShape(attended, spec.hidden)),
         )
     return (
         glue,
-        (Operator.LINEAR, LinearShape(spec.hidden, 2 * spec.intermediate)),
-        (Operator.LINEAR, LinearShape(spec.intermediate, spec.hidden)),
+        (linear, LinearShape(spec.hidden, 2 * spec.intermediate)),
+        (linear, LinearShape(spec.intermediate, spec.hidden)),
     )
 
 
@@ -177,14 +198,24 @@ def sub_layer_cost(
     fmt: Format,
     width: int,
     context: int,
+    *,
+    attention: AttentionKernel = AttentionKernel.FUSED,
+    streamed: bool = False,
 ) -> Cost:
     """Time of one sub-layer of ``spec`` on one processor, without handing data over.
 
-    ``context`` matters to attention only. The provenance is that of the least known operator.
+    ``context`` matters to attention only. The provenance is that of the least known operator. A
+    ``streamed`` one has its weights in memory already: reading them is not counted, its call is.
     """
     if kind is SubLayerKind.MLP:
         context = 0
-    return _sum(profile, processor, sub_layer_parts(spec, kind), fmt, width, context)
+    parts = sub_layer_parts(spec, kind, attention=attention, streamed=streamed)
+    total = _sum(profile, processor, parts, fmt, width, context)
+    if not streamed:
+        return total
+    call = stream_call_us(profile, processor)
+    source = weakest({total.provenance, call.source})
+    return Cost(total.us + call.value, source, f"{total.basis}; a call: {call.cite}")
 
 
 def head_cost(
@@ -202,9 +233,15 @@ def sub_layer_us(
     fmt: Format,
     width: int,
     context: int,
+    *,
+    attention: AttentionKernel = AttentionKernel.FUSED,
+    streamed: bool = False,
 ) -> float:
     """Microseconds of ``sub_layer_cost``."""
-    return sub_layer_cost(profile, processor, spec, kind, fmt, width, context).us
+    run = width, context
+    return sub_layer_cost(
+        *(profile, processor, spec, kind, fmt, *run), attention=attention, streamed=streamed
+    ).us
 
 
 def head_us(
@@ -266,93 +303,32 @@ def _check(place: Processor, operator: Operator, shape: Shape, width: int, conte
 
 
 def _answer(
-    tables: _Tables, place: Processor, operator: Operator, shape: Shape, fmt: Format, run: _Run
+    tables: _Tables, place: Processor, operator: Operator, shape: Shape, fmt: Format, run: Run
 ) -> Cost:
+    stand_in = _STANDS_IN.get(operator)
+    if stand_in is not None and (place.id, operator, fmt) not in tables.points:
+        found = _answer(tables, place, stand_in, shape, fmt, run)
+        source = weakest({found.provenance, Provenance.ASSUMED})
+        return Cost(found.us, source, f"priced as {stand_in}: {found.basis}")
     points = tables.points.get((place.id, operator, fmt), {})
     exact = points.get(shape, {}).get(run)
-    bound = roofline(place, shape, fmt, *run)
     if exact is not None:
         time = exact.time_us
         return Cost(time.value, time.source, f"point at width {exact.width}: {time.cite}")
+    bound = roofline(place, shape, fmt, *run)
     if not points:
         return Cost(bound.us, Provenance.ROOFLINE, f"roofline, bound by {bound.bound}")
     key = (place.id, operator, fmt, shape)
     family = tables.families.get(key)
     if family is None:
-        family = tables.families[key] = _family(shape, points)
-    sample = _read(family, place, shape, fmt, run)
+        family = tables.families[key] = family_of(shape, points)
+    sample = read_family(family, place, shape, fmt, run)
     if sample.inside:
-        names = ", ".join(_label(other) for other in family.shapes[:2])
+        names = ", ".join(label(other) for other in family.shapes[:2])
         return Cost(sample.value, Provenance.INTERPOLATED, f"between points, nearest {names}")
-    basis = f"nearest point of {_label(family.shapes[0])}, scaled by roofline"
+    basis = f"nearest point of {label(family.shapes[0])}, scaled by roofline"
     # rates above the bandwidth come from a cache; they do not hold beyond what was measured
     return Cost(max(sample.value, bound.moving_us), Provenance.ROOFLINE, basis)
-
-
-def _family(shape: Shape, points: dict[Shape, dict[_Run, Point]]) -> _Family:
-    """Attention: contexts of the most similar shape. Others: one shape for each size."""
-    similar = sorted(points, key=lambda other: (_distance(other, shape), _skew(other, shape)))
-    rows: dict[float, dict[int, float]] = {}
-    if isinstance(shape, AttentionShape):
-        similar = similar[:1]
-        for (width, context), point in points[similar[0]].items():
-            rows.setdefault(context, {})[width] = point.time_us.value
-    else:
-        for other in similar:
-            times = {width: point.time_us.value for (width, _), point in points[other].items()}
-            # of equally large matrices the one of more similar proportions came first and speaks
-            rows.setdefault(_size(other), times)
-    return _Family(grid({at: curve(row.items()) for at, row in rows.items()}), tuple(similar))
-
-
-def _read(family: _Family, place: Processor, shape: Shape, fmt: Format, run: _Run) -> Sample:
-    width, context = run
-    if not isinstance(shape, AttentionShape):
-
-        def by_size(size: float, at_width: float) -> float:
-            return roofline(place, _sized(shape, round(size)), fmt, round(at_width)).us
-
-        return read_grid(family.table, _size(shape), width, by_size)
-
-    near = family.shapes[0]
-
-    def by_context(at_context: float, at_width: float) -> float:
-        return roofline(place, near, fmt, round(at_width), round(at_context)).us
-
-    sample = read_grid(family.table, context, width, by_context)
-    if near == shape:
-        return sample
-    scale = roofline(place, shape, fmt, width, context).us / by_context(context, width)
-    return Sample(sample.value * scale, inside=False)
-
-
-def _sized(shape: LinearShape | GlueShape, size: int) -> Shape:
-    """A shape of the same operator with ``size`` weights or hidden features."""
-    return LinearShape(1, size) if isinstance(shape, LinearShape) else GlueShape(size)
-
-
-def _distance(shape: Shape, other: Shape) -> float:
-    return abs(math.log(_size(shape) / _size(other)))
-
-
-def _size(shape: Shape) -> float:
-    match shape:
-        case LinearShape(k=k, n=n):
-            return k * n
-        case AttentionShape(heads=heads, head_dim=head_dim):
-            return heads * head_dim
-        case GlueShape(hidden=hidden):
-            return hidden
-
-
-def _skew(shape: Shape, other: Shape) -> float:
-    if isinstance(shape, LinearShape) and isinstance(other, LinearShape):
-        return abs(math.log(shape.k / shape.n) - math.log(other.k / other.n))
-    return 0.0
-
-
-def _label(shape: Shape) -> str:
-    return " x ".join(str(getattr(shape, field)) for field in shape.__struct_fields__)
 
 
 def _sum(

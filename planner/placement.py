@@ -7,7 +7,7 @@ one processor is one segment. Where a processor's memory limit binds, the state 
 weight bytes placed there.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -18,7 +18,15 @@ from planner.cost import head_us, sub_layer_us
 from planner.roofline import WEIGHT_BYTES
 from profiles.errors import InfeasibleError, UnsupportedError
 from profiles.profile import DeviceProfile
-from profiles.words import Format, Operator, ProcessorKind, SubLayerId, SubLayerKind, kind_of
+from profiles.words import (
+    AttentionKernel,
+    Format,
+    Operator,
+    ProcessorKind,
+    SubLayerId,
+    SubLayerKind,
+    kind_of,
+)
 from runtime.model_spec import ModelSpec
 from runtime.plan import Formats, TensorRef, formats_of
 from runtime.plan_tables import Span
@@ -84,7 +92,11 @@ def stored_wide(spec: ModelSpec, tensors: Sequence[TensorRef]) -> Stored:
 
 
 class Machine:
-    """Prices of one model in one format on one device; unsupported operators cost no number."""
+    """Prices of one model in one format on one device; unsupported operators cost no number.
+
+    ``attention`` is the kernel of every pass. The context of exact attention counts the cache's
+    slots, of which it reads all.
+    """
 
     def __init__(
         self,
@@ -92,11 +104,17 @@ class Machine:
         spec: ModelSpec,
         formats: Format | Formats,
         stored: Stored | None = None,
+        *,
+        attention: AttentionKernel = AttentionKernel.FUSED,
+        streamed: Collection[SubLayerId] = (),
     ) -> None:
         self.profile = profile
         self.spec = spec
         self.formats = formats_of(formats)
         self.stored = stored or Stored(0.0, 0.0, 0.0)
+        self.attention = attention
+        self.streamed = frozenset(streamed)
+        """Sub-layers whose weights are read in every pass; priced without the reading."""
         self.cpu = next(p.id for p in profile.processors if p.kind is ProcessorKind.CPU)
         self.reasons: dict[str, str] = {}
         """Why a processor was not considered, by processor."""
@@ -127,6 +145,8 @@ class Machine:
         return sub_layer_us(
             *(self.profile, processor, self.spec, kind_of(stage), fmt),
             *(work.width, work.context),
+            attention=self.attention,
+            streamed=stage in self.streamed,
         )
 
     def handover_us(self, source: str, target: str, size_bytes: int) -> float:
@@ -150,6 +170,10 @@ class Machine:
             count = 2 * spec.hidden * (spec.heads * spec.head_dim + spec.kv_dim)
         wide, narrow_bytes = self.stored.share(stage), WEIGHT_BYTES[self.format_of(stage)]
         return round(count * ((1 - wide) * narrow_bytes + wide * WEIGHT_BYTES[Format.W8]))
+
+    def held_bytes(self, stage: SubLayerId | None) -> int:
+        """Weights of a stage that stay with its processor between passes."""
+        return 0 if stage in self.streamed else self.weight_bytes(stage)
 
     def hidden_bytes(self, work: Work) -> int:
         """Hidden rows of a pass."""
@@ -235,7 +259,7 @@ def fits(machine: Machine, path: Sequence[str], work: Work) -> bool:
     """Whether the weights of each stage, the head's last, are within its processor's limit."""
     used: dict[str, int] = {}
     for processor, stage in zip(path, (*work.sub_layers, None), strict=True):
-        used[processor] = used.get(processor, 0) + machine.weight_bytes(stage)
+        used[processor] = used.get(processor, 0) + machine.held_bytes(stage)
     return all(size <= _limit_bytes(machine, name) for name, size in used.items())
 
 
@@ -269,7 +293,7 @@ def state_graph(machine: Machine, work: Work, memory: bool) -> "nx.DiGraph[Any]"
                 after = used
                 if there in limited:
                     step = _limit_bytes(machine, there) / MEMORY_STEPS
-                    after += -int(-machine.weight_bytes(stage) // step)
+                    after += -int(-machine.held_bytes(stage) // step)
                 if after > MEMORY_STEPS:
                     continue
                 node = (index, there, after)

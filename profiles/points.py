@@ -193,12 +193,13 @@ def _record(group: PointGroup, cells: Mapping[str, float]) -> dict[str, object]:
     }
     if group.source is Provenance.MEASURED:
         time |= {"spread": cells["spread"], "date": group.date, "versions": group.versions}
-    fields = SHAPE_OF[group.operator].__struct_fields__
+    shape = SHAPE_OF[group.operator]
+    tag = shape.__struct_config__.tag
     return {
         "processor": group.processor,
         "operator": group.operator,
         "format": group.format,
-        "shape": {"type": group.operator.value, **{field: cells[field] for field in fields}},
+        "shape": {"type": tag, **{field: cells[field] for field in shape.__struct_fields__}},
         "width": cells["width"],
         "context": cells.get("context", 0),
         "time_us": time,

@@ -66,7 +66,7 @@ FORMAT = "1.0"
 """Version of the profile format that this module writes; it reads every 1.x."""
 
 _MAX_FILE_BYTES = 32 * 2**20
-_MAY_BE_ZERO = ("launch_us", "sync_us", "cycle_us")
+_MAY_BE_ZERO = ("launch_us", "sync_us", "stream_call_us", "cycle_us")
 
 
 class Processor(
@@ -86,6 +86,8 @@ class Processor(
     """Fixed cost of one operator inside a running segment."""
     sync_us: Quantity
     """Fixed cost of handing data to this processor and back."""
+    stream_call_us: Quantity | None = None
+    """Fixed cost of a sub-layer whose weights stream from flash: a call of its own."""
     bandwidth_bytes_per_s: Quantity
     """Memory bandwidth that it reaches alone."""
     power_watt: Quantity | None = None
@@ -115,10 +117,12 @@ class StorageRead(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     bytes_per_s: Quantity
 
 
-class Storage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Storage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Flash or disk that weights stream from."""
 
     reads: Annotated[tuple[StorageRead, ...], msgspec.Meta(min_length=1)]
+    reading_slowdown: Quantity | None = None
+    """Factor on the time of a pass beside which reads go on; None: nobody measured it."""
 
 
 class Memory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

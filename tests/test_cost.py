@@ -34,10 +34,11 @@ from profiles.profile import (
     Shape,
     load_profile,
 )
-from profiles.words import Format, Operator, Provenance, SubLayerKind
+from profiles.words import AttentionKernel, Format, Operator, Provenance, SubLayerKind
 from runtime.model_spec import ModelSpec, RopeSpec, TokenizerSpec
 
 LINEAR, ATTENTION, GLUE = Operator.LINEAR, Operator.ATTENTION, Operator.GLUE
+EXACT, STREAMED = Operator.EXACT_ATTENTION, Operator.STREAMED_LINEAR
 
 
 def model(**sizes: int) -> ModelSpec:
@@ -262,6 +263,60 @@ def test_context_prices_attention_alone(phone: DeviceProfile):
 
     assert us(SubLayerKind.ATTENTION, 4000) > us(SubLayerKind.ATTENTION, 100)
     assert us(SubLayerKind.MLP, 4000) == us(SubLayerKind.MLP, 100)
+
+
+@pytest.mark.parametrize(
+    ("operator", "stand_in", "shape", "context"),
+    [(EXACT, ATTENTION, AttentionShape(9, 3, 64), 300), (STREAMED, LINEAR, LinearShape(64, 64), 0)],
+)
+def test_what_a_profile_does_not_know_is_priced_as_its_kin_and_assumed(
+    phone: DeviceProfile, operator: Operator, stand_in: Operator, shape: Shape, context: int
+):
+    asked = (shape, Format.W8A16, 4, context)
+    answer, kin = (cost(phone, "cpu", op, *asked) for op in (operator, stand_in))
+    assert answer.us == kin.us
+    assert answer.provenance is Provenance.ASSUMED
+    assert answer.basis == f"priced as {stand_in}: {kin.basis}"
+
+
+def test_measured_streaming_and_exact_attention_speak_for_themselves(phone: DeviceProfile):
+    (npu, cpu) = (phone.processor(name) for name in ("npu", "cpu"))
+    supports = {**cpu.supports, STREAMED: (Format.W8A16,), EXACT: (Format.F32,)}
+    cpu = msgspec.structs.replace(cpu, supports=supports)
+    device = msgspec.structs.replace(
+        with_points(
+            phone,
+            point(LINEAR, LinearShape(64, 64), 1, 10, fmt="w8a16"),
+            point(STREAMED, LinearShape(64, 64), 1, 30, fmt="w8a16"),
+            point(EXACT, AttentionShape(9, 3, 64), 1, 50, 100),
+        ),
+        processors=(cpu, npu),
+    )
+    streamed = cost(device, "cpu", STREAMED, LinearShape(64, 64), Format.W8A16, 1)
+    exact = cost(device, "cpu", EXACT, AttentionShape(9, 3, 64), Format.W8A16, 1, 100)
+    assert (streamed.us, exact.us) == (30, 50)
+    with pytest.raises(UnsupportedError, match="does not run streamed_linear of a w4"):
+        cost(device, "cpu", STREAMED, LinearShape(64, 64), Format.W4, 1)
+
+
+def test_a_streamed_sub_layer_is_its_streamed_operators_and_one_call(phone: DeviceProfile):
+    call = Quantity(value=170, source=Provenance.ASSUMED, cite="a test")
+    processors = tuple(msgspec.structs.replace(p, stream_call_us=call) for p in phone.processors)
+    device = msgspec.structs.replace(phone, processors=processors)
+    kernel = AttentionKernel.EXACT
+    parts = sub_layer_parts(SMOL, SubLayerKind.ATTENTION, attention=kernel, streamed=True)
+    assert [op for op, _ in parts] == [GLUE, STREAMED, EXACT, STREAMED]
+    total = sub_layer_cost(
+        *(device, "cpu", SMOL, SubLayerKind.ATTENTION, Format.W8A16, 4, 100),
+        attention=kernel,
+        streamed=True,
+    )
+    costs = [
+        cost(device, "cpu", op, shape, Format.W8A16, 4, 100 if op is EXACT else 0)
+        for op, shape in parts
+    ]
+    assert total.us == pytest.approx(170 + sum(part.us for part in costs))
+    assert total.provenance is Provenance.ASSUMED
 
 
 def test_the_head_is_priced(phone: DeviceProfile):

@@ -11,7 +11,7 @@ from planner.cost import head_us, sub_layer_us
 from planner.placement import Assignment, Machine, Work, place, price
 from profiles.errors import InfeasibleError
 from profiles.profile import DeviceProfile, Quantity, load_profile
-from profiles.words import Format, Provenance, SubLayerId, kind_of
+from profiles.words import AttentionKernel, Format, Provenance, SubLayerId, kind_of
 
 PROFILE = load_profile("oneplus12")
 SPEC = msgspec.structs.replace(tiny_spec(GQA), layers=3, hidden=256, vocab=4096)
@@ -107,3 +107,24 @@ def test_a_model_that_runs_nowhere_is_infeasible() -> None:
     bare = msgspec.structs.replace(PROFILE, processors=(*cpu, *npu), points=())
     with pytest.raises(InfeasibleError, match="no processor"):
         place(Machine(bare, SPEC, Format.F32), Work(STAGES, 1, 1, 64))
+
+
+def test_streamed_stages_and_the_kernel_are_priced() -> None:
+    streamed = {STAGES[0], STAGES[3]}
+    machine = Machine(
+        PROFILE, SPEC, Format.W8A16, attention=AttentionKernel.EXACT, streamed=streamed
+    )
+    work = Work(STAGES, 4, 1, 128)
+    for stage in STAGES:
+        expected = sub_layer_us(
+            *(PROFILE, "cpu", SPEC, kind_of(stage), Format.W8A16, 4, 128),
+            attention=AttentionKernel.EXACT,
+            streamed=stage in streamed,
+        )
+        assert machine.stage_us("cpu", stage, work) == expected
+
+
+def test_streamed_weights_take_no_memory_of_a_processor() -> None:
+    machine = Machine(PROFILE, SPEC, Format.W8A16, streamed={STAGES[0]})
+    assert machine.held_bytes(STAGES[0]) == 0
+    assert machine.held_bytes(STAGES[1]) == machine.weight_bytes(STAGES[1]) > 0
