@@ -13,7 +13,7 @@ from onnx import TensorProto
 
 from lowering.linear_nodes import norm
 from lowering.onnx_nodes import CONTRIB, Nodes
-from lowering.template import Template
+from lowering.template import Template, names_of
 from runtime.model_spec import ModelSpec
 
 
@@ -31,7 +31,7 @@ def head_norms(g: Nodes, qk: str, layer: str, spec: ModelSpec) -> str:
     return g("Mul", rows, f"{layer}.qk_norm")
 
 
-def fused(g: Nodes, qkv: str, layer: int, t: Template) -> tuple[str, str, str]:
+def fused(g: Nodes, qkv: str, layer: int | None, t: Template) -> tuple[str, str, str]:
     """Attention of ``qkv`` [w, q_dim + 2 kv_dim], written to and read from the cache in place.
 
     Returns rows [w, heads * hd] and the caches [1, kv, t, hd] with the new rows in them.
@@ -77,12 +77,11 @@ def split_heads(g: Nodes, qkv: str, layer: str, t: Template) -> tuple[str, str, 
     return g("Reshape", q, "shape_q_rows"), k, v
 
 
-def attend(g: Nodes, q: str, k: str, v: str, layer: int, t: Template) -> str:
+def attend(g: Nodes, q: str, k: str, v: str, layer: int | None, t: Template) -> str:
     """Attention of [kv, w * group, hd] queries over past and new rows -> [w, heads * hd]."""
-    scale = 1 / math.sqrt(t.spec.head_dim)
+    names, scale = names_of(layer), 1 / math.sqrt(t.spec.head_dim)
     past, new = (
-        g("FusedMatMul", q, keys, domain=CONTRIB, transB=1, alpha=scale)
-        for keys in (f"key.{layer}", k)
+        g("FusedMatMul", q, keys, domain=CONTRIB, transB=1, alpha=scale) for keys in (names.key, k)
     )
     scores = g("Add", g("Reshape", g("Concat", past, new, axis=-1), "shape_scores"), "mask_rows")
     largest = g("ReduceMax", scores, "last_axis", keepdims=1)
@@ -90,12 +89,12 @@ def attend(g: Nodes, q: str, k: str, v: str, layer: int, t: Template) -> str:
     p = g("Cast", g("Round", grid), to=TensorProto.DOUBLE)
     total = g("ReduceSum", p, "last_axis", keepdims=1)
     p_past, p_new = g.many("Split", 2, g("Reshape", p, "shape_p"), "split_context", axis=-1)
-    v_past, v_new = (g("Cast", rows, to=TensorProto.DOUBLE) for rows in (f"value.{layer}", v))
+    v_past, v_new = (g("Cast", rows, to=TensorProto.DOUBLE) for rows in (names.value, v))
     summed = g("Add", g("MatMul", p_past, v_past), g("MatMul", p_new, v_new))
     mean = g("Div", g("Reshape", summed, "shape_summed"), total)
     rows = g("Reshape", g("Cast", mean, to=TensorProto.FLOAT), "shape_out_rows")
     rows = g("Reshape", g("Transpose", rows, perm=[1, 0, 2]), "shape_out")
-    return g("Mul", rows, f"layers.{layer}.value_ungrid")
+    return g("Mul", rows, f"{names.layer}.value_ungrid")
 
 
 def prologue(g: Nodes) -> str:

@@ -2,10 +2,10 @@
 
 The ``layers`` graph is one pass: hidden rows, switches, positions and a past in, hidden rows out.
 Every sub-layer sits behind an ``If``, so one session with one copy of the weights serves every skip
-mask and every exit.
+mask and every exit. Sub-layers that stream from flash are not in it (``lowering.streamed_graphs``).
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,14 +15,15 @@ from onnx import TensorProto, numpy_helper
 from lowering.attention_nodes import attend, fused, prologue, split_heads
 from lowering.linear_nodes import gated, linear_constants, norm, product
 from lowering.onnx_nodes import Nodes, onnx_model, switch, tensor_info
-from lowering.template import Template
-from profiles.words import AttentionKernel, Format
+from lowering.template import Template, names_of
+from profiles.words import AttentionKernel, Format, SubLayerId, SubLayerKind, kind_of
 from runtime.model_spec import ModelSpec
 from runtime.plan import Formats, TensorRef
 
 
-def _attention(g: Nodes, x: str, layer: int, t: Template) -> tuple[str, str, str]:
-    name = f"layers.{layer}"
+def attention_rows(g: Nodes, x: str, layer: int | None, t: Template) -> tuple[str, str, str]:
+    """``x`` [w, d] through an attention sub-layer: hidden rows, new keys, new values."""
+    name = names_of(layer).layer
     qkv = product(g, norm(g, x, f"{name}.attn_norm", t.spec), f"{name}.", ("q", "k", "v"), t)
     if t.attention is AttentionKernel.EXACT:
         q, k, v = split_heads(g, qkv, name, t)
@@ -32,8 +33,9 @@ def _attention(g: Nodes, x: str, layer: int, t: Template) -> tuple[str, str, str
     return g("Add", x, product(g, rows, f"{name}.", ("o",), t)), k, v
 
 
-def _mlp(g: Nodes, x: str, layer: int, t: Template) -> str:
-    name = f"layers.{layer}"
+def mlp_rows(g: Nodes, x: str, layer: int | None, t: Template) -> str:
+    """``x`` [w, d] through an MLP."""
+    name = names_of(layer).layer
     normed = norm(g, x, f"{name}.mlp_norm", t.spec)
     both = product(g, normed, f"{name}.", ("gate", "up"), t)
     return g("Add", x, product(g, gated(g, both), f"{name}.", ("down",), t))
@@ -45,8 +47,9 @@ def layers_graph(
     context: int,
     attention: AttentionKernel,
     tensors: Sequence[TensorRef],
+    streamed: Collection[SubLayerId] = (),
 ) -> onnx.ModelProto:
-    """All sub-layers as one pass.
+    """All sub-layers as one pass, but for those ``streamed``: they have no input or output here.
 
     Inputs of both kernels: ``hidden`` [w, d] f32, ``positions`` [1, w] int64, ``on.S`` bool
     scalars. Output of both: ``hidden_out`` [w, d].
@@ -74,19 +77,23 @@ def layers_graph(
     outputs = [tensor_info("hidden_out", ["w", spec.hidden])]
     x = "hidden"
     for layer in range(spec.layers):
-        for kind in ("key", "value"):
-            inputs.append(tensor_info(f"{kind}.{layer}", past))
-            outputs.append(tensor_info(f"new_{kind}.{layer}", new))
-        inputs += [tensor_info(f"on.{2 * layer + i}", [], TensorProto.BOOL) for i in (0, 1)]
-        inner = Nodes(f"attention.{layer}")
-        y, k, v = _attention(inner, x, layer, t)
-        after = f"attention.{layer}.hidden"
-        results = {after: y, f"new_key.{layer}": k, f"new_value.{layer}": v}
-        kept = (zeros, zeros) if exact else (f"key.{layer}", f"value.{layer}")
-        switch(g, 2 * layer, inner, results, (x, *kept))
-        inner = Nodes(f"mlp.{layer}")
-        y, x = _mlp(inner, after, layer, t), f"mlp.{layer}.hidden"
-        switch(g, 2 * layer + 1, inner, {x: y}, (after,))
+        resident = [SubLayerId(i) for i in (2 * layer, 2 * layer + 1) if i not in streamed]
+        if 2 * layer in resident:
+            for kind in ("key", "value"):
+                inputs.append(tensor_info(f"{kind}.{layer}", past))
+                outputs.append(tensor_info(f"new_{kind}.{layer}", new))
+        inputs += [tensor_info(f"on.{sub_layer}", [], TensorProto.BOOL) for sub_layer in resident]
+        for sub_layer in resident:
+            name = f"{kind_of(sub_layer)}.{layer}"
+            inner, after = Nodes(name), f"{name}.hidden"
+            if kind_of(sub_layer) is SubLayerKind.MLP:
+                switch(g, sub_layer, inner, {after: mlp_rows(inner, x, layer, t)}, (x,))
+            else:
+                y, k, v = attention_rows(inner, x, layer, t)
+                results = {after: y, f"new_key.{layer}": k, f"new_value.{layer}": v}
+                kept = (zeros, zeros) if exact else (f"key.{layer}", f"value.{layer}")
+                switch(g, sub_layer, inner, results, (x, *kept))
+            x = after
     g.named("hidden_out", "Identity", x)
     return onnx_model("layers", g, inputs, outputs, t.initializers(), tensors)
 

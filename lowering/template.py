@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import numpy as np
 import onnx
@@ -21,6 +22,22 @@ EXACT_BITS = 52
 def probability_bits(slots: int) -> int:
     """Bits of the probability grid so that a sum over ``slots`` values is exact in float64."""
     return min(20, EXACT_BITS - VALUE_BITS - math.ceil(math.log2(max(slots, 2))))
+
+
+class Names(NamedTuple):
+    """What one layer's tensors are called in a graph."""
+
+    layer: str
+    """Before the dot of each constant's name."""
+    key: str
+    value: str
+
+
+def names_of(layer: int | None) -> Names:
+    """Of a numbered layer, or of any one, whose constants are inputs (None)."""
+    if layer is None:
+        return Names("layer", "key", "value")
+    return Names(f"layers.{layer}", f"key.{layer}", f"value.{layer}")
 
 
 class Template:

@@ -7,6 +7,7 @@ external data outside a graph's own folder) and ``tokenizer.json``; with a draft
 """
 
 from enum import StrEnum
+from math import prod
 
 from profiles.words import AttentionKernel, Format, SubLayerId, SubLayerKind
 from runtime.model_spec import ModelSpec
@@ -39,6 +40,9 @@ class TensorType(StrEnum):
     U8 = "u8"
 
 
+_ELEMENT_BYTES = {TensorType.F32: 4, TensorType.U8: 1}
+
+
 class TensorRef(Document, frozen=True):
     """A tensor inside ``weights.bin``."""
 
@@ -47,6 +51,11 @@ class TensorRef(Document, frozen=True):
     shape: tuple[Count, ...]
     offset_bytes: Count
     """From the start of the file, a multiple of 4096."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Without padding; exact, since Python integers do not overflow."""
+        return prod(self.shape) * _ELEMENT_BYTES[self.type]
 
 
 class Formats(Document, frozen=True):

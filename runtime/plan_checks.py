@@ -29,7 +29,6 @@ from runtime.plan_cycles import DraftSource, misused_lone
 
 EMBEDDING = "embed"
 """Name of the table that turns token ids into hidden rows."""
-ELEMENT_BYTES = {TensorType.F32: 4, TensorType.U8: 1}
 
 MAX_CONTEXT = 1 << 24
 _MODEL_LIMITS = {
@@ -83,11 +82,6 @@ def artefacts(plan: ExecutionPlan) -> Iterator[tuple[str, Artefact]]:
 def is_safe_path(path: str) -> bool:
     """Whether ``path`` is relative, with forward slashes, and cannot name anything outside."""
     return len(path) <= _MAX_PATH_CHARACTERS and _SAFE_PATH.fullmatch(path) is not None
-
-
-def tensor_bytes(tensor: TensorRef) -> int:
-    """Bytes of a tensor without padding; exact, since Python integers do not overflow."""
-    return prod(tensor.shape) * ELEMENT_BYTES[tensor.type]
 
 
 def _model(plan: ExecutionPlan) -> Iterator[Fault]:
@@ -234,13 +228,13 @@ def _tensors(plan: ExecutionPlan) -> Iterator[Fault]:
         if tensor.offset_bytes % ALIGNMENT_BYTES:
             expected = f"a multiple of {ALIGNMENT_BYTES}"
             yield Fault(f"{path}.offset_bytes", "unaligned tensor", tensor.offset_bytes, expected)
-        end = tensor.offset_bytes + tensor_bytes(tensor)
+        end = tensor.offset_bytes + tensor.size_bytes
         if end > plan.weights.bytes:
             expected = f"<= {plan.weights.bytes}, the length of {plan.weights.path}"
             yield Fault(path, "tensor ends outside the weights", f"{end} bytes", expected)
     yield from _once("$.tensors", [tensor.name for tensor in plan.tensors])
     for one, other in pairwise(sorted(plan.tensors, key=lambda tensor: tensor.offset_bytes)):
-        end = one.offset_bytes + tensor_bytes(one)
+        end = one.offset_bytes + one.size_bytes
         if other.offset_bytes < end:
             found = f"{other.name!r} at {other.offset_bytes}"
             yield Fault("$.tensors", "tensors overlap", found, f">= {end}, the end of {one.name!r}")

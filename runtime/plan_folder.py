@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from profiles.errors import IncompatibleError, InputError, nearest
 from runtime.plan import PLAN_FILE, SEAL_FILE, Artefact, ExecutionPlan, TensorRef, TensorType
-from runtime.plan_checks import artefacts, tensor_bytes
+from runtime.plan_checks import artefacts
 from runtime.plan_document import MAX_DOCUMENT_BYTES, RECOMPILE, decode_plan
 from runtime.plan_writer import PlanWriter, WeightsWriter, seal
 
@@ -117,7 +117,7 @@ def map_tensors(
         raise InputError("cannot map the weights", where=file, found=error.strerror) from error
     views: dict[str, NDArray[Any]] = {}
     for tensor in tensors:
-        piece = data[tensor.offset_bytes : tensor.offset_bytes + tensor_bytes(tensor)]
+        piece = data[tensor.offset_bytes : tensor.offset_bytes + tensor.size_bytes]
         views[tensor.name] = piece.view(_DTYPES[tensor.type]).reshape(tensor.shape)
     return views
 
