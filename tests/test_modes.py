@@ -8,6 +8,7 @@ import pytest
 from compiled_models import Recipe
 from varied_plans import NGRAM, OFF, SKIP, varied_plan
 
+from planner.inspect.figures import cycle_label, draft_passes
 from planner.modes import Mode, parse_mode, parse_modes, reference, shaped, sources
 from profiles.errors import InputError
 from profiles.words import AttentionKernel, Format
@@ -117,6 +118,25 @@ def test_a_name_that_was_made_up_for_a_mode_names_that_mode() -> None:
     for mode in parse_modes("chain4,model2,skip3,ngram5,tree64,tree,online,spec", plan):
         assert parse_mode(mode.name, plan) == mode
         assert reference(mode, plan) == "ar"
+
+
+def test_cycles_are_called_by_who_drafts_what() -> None:
+    plan = tree_plan(FORKED)
+    assert cycle_label(Cycle(DraftSource.MODEL, 12), plan) == "134M draft, chain of 12"
+    assert cycle_label(Cycle(DraftSource.MODEL, 12)) == "draft model, chain of 12"
+    assert cycle_label(FORKED, plan) == "134M draft, tree of 3 nodes"
+    assert cycle_label(GROWN, plan) == "134M draft, online, up to 16 nodes"
+    looked_up = msgspec.structs.replace(NGRAM, shape=DraftShape.STATIC, length=24)
+    assert cycle_label(looked_up, plan) == "n-gram 2-4, tree of 24 nodes"
+    assert cycle_label(SKIP, plan) == "skip mask 1, 4 drafted"
+
+
+@pytest.mark.parametrize(
+    ("cycle", "passes"),
+    [(FORKED, 2), (shaped(tree_plan(OFF), DraftShape.STATIC, 1), 4), (GROWN, 5), (SKIP, 4)],
+)
+def test_a_tree_takes_a_drafting_pass_for_each_depth(cycle: Cycle, passes: int) -> None:
+    assert draft_passes(tree_plan(OFF), cycle) == passes
 
 
 def test_no_modes_are_no_default(compiled: Compiled) -> None:

@@ -145,7 +145,7 @@ def compiled_text(plan: ExecutionPlan, output: Path) -> str:
     rows: list[tuple[str, ...]] = [header]
     for figures in bucket_figures(plan):
         rate, plain = rate_label(figures.tokens_per_s), rate_label(figures.ar_tokens_per_s)
-        label = context_label(figures.bucket), cycle_label(figures.bucket.cycle)
+        label = context_label(figures.bucket), cycle_label(figures.bucket.cycle, plan)
         rows.append((*label, rate, plain, ratio_label(figures.speedup)))
     lines = [
         f"{output}: {plan.model.name} for {plan.device.name}, {plan.part_formats}, "
