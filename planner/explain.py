@@ -1,19 +1,22 @@
 """Why a plan is what it is: every decision with its rival and what would flip it."""
 
 import math
+import re
 
 from planner.inspect.text import COLUMNS, columns, field
 from planner.inspect.units import clean, three_digits
-from runtime.plan import Candidate, Decision, ExecutionPlan
+from runtime.plan import Candidate, Decision, ExecutionPlan, Forecast
+from runtime.plan_cycles import DraftSource
 
 _LABEL = 13
 _OTHERS_SHOWN = 4
 _NAME_LIMIT = 60
+_CYCLE = re.compile(r"cycle\[(\d+)\]")
 
 
 def explain_text(plan: ExecutionPlan) -> str:
     """Every decision in the plan's order, then what all of them rest on; 100 columns at most."""
-    blocks = [_title(plan), *(_decision_block(decision) for decision in plan.decisions)]
+    blocks = [_title(plan), *(_decision_block(plan, one) for one in plan.decisions)]
     if not plan.decisions:
         blocks.append("No decisions recorded.")
     if plan.assumptions:
@@ -29,12 +32,12 @@ def explain_data(plan: ExecutionPlan) -> dict[str, object]:
     ``chosen``, ``objective`` (with its unit), ``value``, ``runner_up`` (``name``, ``value``;
     null without a rival), ``margin_percent`` (how far the choice is ahead of it; negative where
     the rival's objective is better; null without a rival or a ratio), ``solver``, ``gap``,
-    ``candidates``, ``flips_when`` and ``note``.
+    ``candidates``, ``flips_when``, ``off_below_tokens`` (``off_below``) and ``note``.
     """
     return {
         "model": plan.model.name,
         "device": plan.device.name,
-        "decisions": [_decision_data(decision) for decision in plan.decisions],
+        "decisions": [_decision_data(plan, one) for one in plan.decisions],
         "assumptions": list(plan.assumptions),
     }
 
@@ -60,12 +63,41 @@ def margin_percent(decision: Decision, rival: Candidate) -> float | None:
     return -distance if behind and distance else distance
 
 
+def off_below(plan: ExecutionPlan, decision: Decision) -> float | None:
+    """Tokens per cycle below which plain decoding is faster than a bucket's draft, by its forecast.
+
+    None for a decision that does not choose a draft. ``flips_when`` names the nearest rival, which
+    may be another draft.
+    """
+    forecast = _drafting(plan, decision)
+    return forecast.cycle_us / forecast.ar_us if forecast and forecast.ar_us else None
+
+
+def _drafting(plan: ExecutionPlan, decision: Decision) -> Forecast | None:
+    """What is forecast of the cycle that a decision chose, if it drafts."""
+    match = _CYCLE.fullmatch(decision.name)
+    if match is None or int(match[1]) >= len(plan.buckets):
+        return None
+    bucket = plan.buckets[int(match[1])]
+    return None if bucket.cycle.draft is DraftSource.OFF else bucket.forecast
+
+
+def _off_line(plan: ExecutionPlan, decision: Decision) -> str | None:
+    forecast, tokens = _drafting(plan, decision), off_below(plan, decision)
+    if forecast is None or tokens is None:
+        return None
+    return (
+        f"a cycle commits fewer than {three_digits(tokens)} tokens; "
+        f"{three_digits(forecast.tokens_per_cycle)} are forecast"
+    )
+
+
 def _title(plan: ExecutionPlan) -> str:
     model, device = clean(plan.model.name, 40), clean(plan.device.name, 40)
     return f"Why this plan: {model} on {device}, {plan.part_formats}"
 
 
-def _decision_block(decision: Decision) -> str:
+def _decision_block(plan: ExecutionPlan, decision: Decision) -> str:
     pairs = [
         ("chose", clean(decision.chosen)),
         ("objective", f"{clean(decision.objective)}: {three_digits(decision.value)}"),
@@ -73,6 +105,8 @@ def _decision_block(decision: Decision) -> str:
         ("solver", f"{clean(decision.solver)}; {_gap_line(decision.gap)}"),
         ("flips when", clean(decision.flips_when) or "not known"),
     ]
+    if off_line := _off_line(plan, decision):
+        pairs.append(("off wins if", off_line))
     if decision.note:
         pairs.append(("note", clean(decision.note)))
     lines = [clean(decision.name, _NAME_LIMIT)]
@@ -129,7 +163,7 @@ def _gap_line(gap: float | None) -> str:
     return "optimal" if gap == 0 else f"within {three_digits(100 * gap)} % of the optimum"
 
 
-def _decision_data(decision: Decision) -> dict[str, object]:
+def _decision_data(plan: ExecutionPlan, decision: Decision) -> dict[str, object]:
     rival = runner_up(decision)
     return {
         "name": decision.name,
@@ -142,5 +176,6 @@ def _decision_data(decision: Decision) -> dict[str, object]:
         "gap": decision.gap,
         "candidates": [{"name": one.name, "value": one.value} for one in decision.candidates],
         "flips_when": decision.flips_when,
+        "off_below_tokens": off_below(plan, decision),
         "note": decision.note,
     }

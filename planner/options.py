@@ -61,7 +61,7 @@ TargetFormat = Annotated[
     typer.Option(
         "--target-format",
         metavar="F",
-        help="w8a16, w8a8, w4 or f32; by part: w8a16,mlp=w4,head=w8a8.",
+        help="w8a16 (default), w8a8, w4 or f32; by part: w8a16,mlp=w4,head=w8a8.",
     ),
 ]
 DraftModelName = Annotated[
@@ -108,7 +108,12 @@ Chat = Annotated[
     typer.Option("--chat/--no-chat", help="Chat template; default: if the model has one."),
 ]
 Draft = Annotated[
-    str, typer.Option("--draft", metavar="MODE", help="plan, ar, off, chainN or ngramN.")
+    str,
+    typer.Option(
+        "--draft",
+        metavar="MODE",
+        help="plan, ar, off, chainN, modelN, skipN, ngramN, treeN or online; see `plan bench`.",
+    ),
 ]
 Sampled = Annotated[
     bool, typer.Option("--sampled/--no-sampled", help="Sampled output too, or greedy only.")
@@ -119,7 +124,8 @@ Modes = Annotated[
     typer.Option(
         "--modes",
         metavar="LIST",
-        help="ar, off, spec, chainN, ngramN; default: ar,spec, and chain8 with a skip mask.",
+        help="ar, off, spec, chainN, modelN, skipN, ngramN, treeN, online; default: ar,spec, and "
+        "chain8 where there is a draft model or a skip mask.",
     ),
 ]
 Repeat = Annotated[

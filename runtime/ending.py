@@ -1,6 +1,6 @@
 """Where a generation ends, and what of its text may be shown before that is known."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -38,13 +38,18 @@ def check_stop(stop: str | Sequence[str]) -> tuple[str, ...]:
     Raises:
         InputError: One is empty or no string.
     """
-    strings = (stop,) if isinstance(stop, str) else tuple(stop)
-    for string in strings:
-        if not isinstance(string, str) or not string:  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise InputError(
-                "not a stop string", found=repr(string), expected="text of a character or more"
-            )
-    return strings
+    strings: tuple[object, ...] = (stop,)
+    if isinstance(stop, Iterable) and not isinstance(stop, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+        strings = tuple(stop)
+    return tuple(map(_checked, strings))
+
+
+def _checked(string: object) -> str:
+    if not isinstance(string, str) or not string:
+        raise InputError(
+            "not a stop string", found=repr(string), expected="text of a character or more"
+        )
+    return string
 
 
 class StopStrings:

@@ -169,6 +169,7 @@ class Session:
         reason: FinishReason | None = None
         outside = 0.0
         while reason is None:
+            self._check_open()
             before = len(run.tokens)
             done = run.step(end - before)
             kept, text, reason = ending.read(run.tokens[before:])
@@ -198,9 +199,12 @@ class Session:
             raise FulcrumError("the generation did not finish")
         return self.last
 
-    def _check_free(self) -> None:
+    def _check_open(self) -> None:
         if self._closed:
             raise InputError("this session is closed", hint="load the plan again")
+
+    def _check_free(self) -> None:
+        self._check_open()
         if self._busy:
             raise InputError(
                 "this session is generating already",

@@ -164,6 +164,19 @@ def test_an_interrupt_at_any_stage_leaves_nothing(tmp_path: Path) -> None:
     load_plan(tmp_path / "x.plan")
 
 
+def test_parts_that_are_not_named_are_as_the_rest_or_usual() -> None:
+    usual, mlp = Format.W8A16, Format.W4
+    assert parse_formats("mlp=w4") == Formats(usual, mlp, usual)
+    assert parse_formats("mlp=w4,f32") == parse_formats("f32, MLP = w4")
+    assert parse_formats("f32,mlp=w4") == Formats(Format.F32, mlp, Format.F32)
+
+
+@pytest.mark.parametrize("text", ["mlp=w4,mlp=f32", "w4,f32", "w4,mlp=f32,w4", "mlp=w4,mlp=w4"])
+def test_a_format_that_is_given_twice_is_refused(text: str) -> None:
+    with pytest.raises(InputError, match="given twice"):
+        parse_formats(text)
+
+
 def test_parts_may_have_formats_of_their_own(tmp_path: Path) -> None:
     write_hf_folder(tmp_path / "model", GQA)
     mixed = parse_formats("w8a16,mlp=w8a8,head=f32")

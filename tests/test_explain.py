@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 from sample_plans import sample_plan
 from varied_plans import decision, varied_plan
 
-from planner.explain import explain_data, explain_text, margin_percent, runner_up
+from planner.explain import explain_data, explain_text, margin_percent, off_below, runner_up
 from planner.inspect.text import COLUMNS
+from planner.inspect.units import three_digits
 from runtime.plan import Candidate, Decision
 
 
@@ -87,6 +88,23 @@ def test_odd_rivals_are_explained(rivals: tuple[tuple[str, float], ...], words: 
     assert words in explain_text(varied_plan(decisions=[decision(rivals=rivals)]))
 
 
+def test_a_draft_says_when_plain_decoding_would_win() -> None:
+    plan = varied_plan(decisions=[decision("cycle[0]"), decision("cycle[2]"), decision("masks")])
+    forecast = plan.buckets[0].forecast
+    drafts, plain, other = plan.decisions
+    expected = forecast.cycle_us / forecast.ar_us
+    assert off_below(plan, drafts) == pytest.approx(expected)
+    assert off_below(plan, plain) is off_below(plan, other) is None
+    text = flat(explain_text(plan))
+    assert text.count("off wins if") == 1
+    assert f"fewer than {three_digits(expected)} tokens; 3.80 are forecast" in text
+
+
+@pytest.mark.parametrize("name", ["cycle[9]", "cycle[]", "cycle[0]x", "cycle[-1]"])
+def test_a_decision_of_no_bucket_is_not_compared_with_off(name: str) -> None:
+    assert off_below(varied_plan(), decision(name)) is None
+
+
 def test_a_plan_without_decisions_says_so() -> None:
     text = explain_text(varied_plan(cycles=(), assumptions=()))
     assert "No decisions recorded." in text
@@ -110,6 +128,7 @@ def test_data_has_the_documented_keys() -> None:
             "gap",
             "candidates",
             "flips_when",
+            "off_below_tokens",
             "note",
         }
         assert shown["chosen"] == made.chosen

@@ -65,21 +65,21 @@ def compile_model(
 def parse_formats(text: str) -> Formats:
     """``w8a16``, or with other formats for parts: ``w8a16,mlp=w4,head=w8a8``.
 
-    InputError for an unknown format or part, with the nearest name.
+    Parts that are not named are as the format without a name, or ``w8a16``; order does not matter.
+    InputError for an unknown format or part, with the nearest name, and for one given twice.
     """
-    found = Formats(Format.W8A16, Format.W8A16, Format.W8A16)
+    given: dict[str, Format] = {}
     for entry in text.lower().split(","):
-        part, is_part, name = entry.strip().rpartition("=")
-        fmt = _format(name.strip())
-        if not is_part:
-            found = Formats(fmt, fmt, fmt)
-        elif part.strip() in PARTS:
-            found = msgspec.structs.replace(found, **{part.strip(): fmt})
-        else:
-            hint = nearest(part, PARTS)
-            expected = ", ".join(PARTS)
+        part, is_part, name = (word.strip() for word in entry.rpartition("="))
+        if is_part and part not in PARTS:
+            hint, expected = nearest(part, PARTS), ", ".join(PARTS)
             raise InputError("unknown part", found=repr(part), expected=expected, hint=hint)
-    return found
+        if part in given:
+            what = f"the format of {part or 'all parts'} is given twice"
+            raise InputError(what, where="--target-format", found=repr(text))
+        given[part] = _format(name)
+    rest = given.pop("", Format.W8A16)
+    return msgspec.structs.replace(Formats(rest, rest, rest), **given)
 
 
 def _format(name: str) -> Format:
@@ -145,7 +145,7 @@ def compiled_text(plan: ExecutionPlan, output: Path) -> str:
     rows: list[tuple[str, ...]] = [header]
     for figures in bucket_figures(plan):
         rate, plain = rate_label(figures.tokens_per_s), rate_label(figures.ar_tokens_per_s)
-        label = context_label(figures.bucket), cycle_label(figures.bucket.cycle)
+        label = context_label(figures.bucket), cycle_label(figures.bucket.cycle, plan)
         rows.append((*label, rate, plain, ratio_label(figures.speedup)))
     lines = [
         f"{output}: {plan.model.name} for {plan.device.name}, {plan.part_formats}, "

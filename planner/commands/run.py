@@ -31,7 +31,7 @@ class Wish(msgspec.Struct, frozen=True):
     """None is 128, or as many as the context holds in a conversation."""
     sampling: Sampling
     draft: str
-    """A mode: ``plan``, ``ar``, ``off``, ``chainN`` or ``ngramN``."""
+    """A mode of ``planner.modes``; ``plan`` is as planned."""
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
 

@@ -6,8 +6,9 @@ Nothing here decides or measures; all times are the plan's predictions.
 import msgspec
 
 from profiles.words import LayerId, SubLayerId, SubLayerKind, sub_layer_id
+from runtime.model_spec import ModelSpec
 from runtime.plan import Bucket, ExecutionPlan
-from runtime.plan_cycles import Cycle, DraftSource, NumericsClass
+from runtime.plan_cycles import Cycle, DraftShape, DraftSource, NumericsClass
 from runtime.plan_tables import PassKind, Placement, Span
 
 HIDDEN_BYTES = 4
@@ -16,6 +17,8 @@ TOKEN_BYTES = 4
 """Token ids travel as 32-bit integers."""
 
 _SAME_SHARE = 0.01
+_BILLIONS_FROM = 4e8
+"""Smaller models are called by their millions."""
 
 
 class CyclePart(msgspec.Struct, frozen=True):
@@ -104,7 +107,21 @@ def cycle_kinds(cycle: Cycle) -> tuple[PassKind, ...]:
         return (PassKind.AR,)
     if cycle.draft is DraftSource.NGRAM:
         return (PassKind.VERIFY,)
+    if cycle.draft is DraftSource.MODEL:
+        return (PassKind.PROPOSE, PassKind.VERIFY)
     return (PassKind.DRAFT, PassKind.VERIFY)
+
+
+def draft_passes(plan: ExecutionPlan, cycle: Cycle) -> int:
+    """Drafting passes of a cycle at full length: of a tree at least one for each depth."""
+    if cycle.shape is DraftShape.ONLINE:
+        return plan.growths[cycle.tree].max_depth
+    if cycle.shape is DraftShape.STATIC:
+        depths = [0]
+        for parent in plan.trees[cycle.tree].parents:
+            depths.append(depths[parent] + 1)
+        return max(depths)
+    return cycle.length
 
 
 def _cycle_parts(
@@ -117,8 +134,8 @@ def _cycle_parts(
         parts.append(CyclePart("lookup", plan.tables.ngram_us, 1))
     # a placement is one example; several of a kind do not all run in one cycle
     for placement in {placement.kind: placement for placement in reversed(passes)}.values():
-        if placement.kind is PassKind.DRAFT:
-            drafts = bucket.cycle.length
+        if placement.kind in (PassKind.DRAFT, PassKind.PROPOSE):
+            drafts = draft_passes(plan, bucket.cycle)
             parts.insert(0, CyclePart("draft", drafts * pass_us(placement), drafts))
         else:
             name = "decode" if placement.kind is PassKind.AR else "verify"
@@ -218,10 +235,34 @@ def context_label(bucket: Bucket) -> str:
     return f"{bucket.context_from}-{max(bucket.context_from, bucket.context_to - 1)}"
 
 
-def cycle_label(cycle: Cycle) -> str:
-    """A cycle in a few words."""
+def cycle_label(cycle: Cycle, plan: ExecutionPlan | None = None) -> str:
+    """A cycle in a few words; with its plan, the draft model is told by its size."""
     if cycle.draft is DraftSource.OFF:
         return "off (plain decoding)"
+    source = _source_label(cycle, plan)
+    if cycle.shape is DraftShape.STATIC:
+        return f"{source}, tree of {cycle.length} nodes"
+    if cycle.shape is DraftShape.ONLINE:
+        return f"{source}, online, up to {cycle.length} nodes"
+    if cycle.draft is DraftSource.MODEL:
+        return f"{source}, chain of {cycle.length}"
+    return f"{source}, {cycle.length} drafted"
+
+
+def _source_label(cycle: Cycle, plan: ExecutionPlan | None) -> str:
     if cycle.draft is DraftSource.NGRAM:
-        return f"n-gram {cycle.ngram_min}-{cycle.ngram_max}, {cycle.length} drafted"
-    return f"skip mask {cycle.mask}, {cycle.length} drafted"
+        return f"n-gram {cycle.ngram_min}-{cycle.ngram_max}"
+    if cycle.draft is DraftSource.SKIP:
+        return f"skip mask {cycle.mask}"
+    if plan is None or plan.draft is None:
+        return "draft model"
+    return f"{parameters_label(plan.draft.model)} draft"
+
+
+def parameters_label(model: ModelSpec) -> str:
+    """How large a model is, as people call it: ``0.5B``, ``135M``."""
+    attention = 2 * model.hidden * (model.heads * model.head_dim + model.kv_dim)
+    layer = attention + 3 * model.hidden * model.intermediate
+    tables = model.vocab * model.hidden * (1 if model.tied_head else 2)
+    count = model.layers * layer + tables
+    return f"{count / 1e9:.1f}B" if count >= _BILLIONS_FROM else f"{count / 1e6:.0f}M"

@@ -91,7 +91,8 @@ def _graph_of(plan: ExecutionPlan, figures: BucketFigures) -> "nx.DiGraph[str]":
     speculates = bucket.cycle.draft is not DraftSource.OFF
     if speculates:
         source_us = plan.tables.ngram_us if bucket.cycle.draft is DraftSource.NGRAM else None
-        _add_node(graph, "source", NodeKind.SOURCE, cycle_label(bucket.cycle), None, source_us)
+        label = cycle_label(bucket.cycle, plan)
+        _add_node(graph, "source", NodeKind.SOURCE, label, None, source_us)
         _add_node(graph, "accept", NodeKind.ACCEPT, "accept", None, None)
         _add_edge(graph, "accept", "commit", EdgeRole.TOKENS, TOKEN_BYTES)
         _add_edge(graph, "commit", "source", EdgeRole.FEEDBACK, TOKEN_BYTES)

@@ -71,7 +71,7 @@ def _panel(
     canvas.line((MARGIN, y), (RIGHT, y), color=RULE, width=1)
     heading = f"Context {context_label(figures.bucket)}"
     cycle = figures.bucket.cycle
-    canvas.text(MARGIN, y + 28, heading, size=17, bold=True, then=cycle_label(cycle))
+    canvas.text(MARGIN, y + 28, heading, size=17, bold=True, then=cycle_label(cycle, plan))
     speed = f"{rate_label(figures.tokens_per_s)} predicted"
     if cycle.draft is not DraftSource.OFF:
         speed += f", {ratio_label(figures.speedup)} plain decoding"

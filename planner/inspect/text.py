@@ -48,7 +48,7 @@ def plan_text(plan: ExecutionPlan) -> str:
     figures = bucket_figures(plan)
     sections = (
         _head_lines(plan),
-        ["Buckets (times predicted)", *_bucket_table(figures)],
+        ["Buckets (times predicted)", *_bucket_table(plan, figures)],
         ["Passes (times predicted)", *_pass_lines(plan, figures)],
         ["Skip masks", *_mask_lines(plan)],
         _origin_lines(plan),
@@ -135,7 +135,7 @@ def _memory_line(plan: ExecutionPlan) -> str:
     )
 
 
-def _bucket_table(figures: Sequence[BucketFigures]) -> list[str]:
+def _bucket_table(plan: ExecutionPlan, figures: Sequence[BucketFigures]) -> list[str]:
     if not figures:
         return ["  none"]
     rows = [("context", "cycle", "tokens/cycle", "cycle time", "speed", "AR step", "speedup")]
@@ -144,7 +144,7 @@ def _bucket_table(figures: Sequence[BucketFigures]) -> list[str]:
         rows.append(
             (
                 context_label(entry.bucket),
-                cycle_label(entry.bucket.cycle),
+                cycle_label(entry.bucket.cycle, plan),
                 three_digits(forecast.tokens_per_cycle),
                 time_label(forecast.cycle_us),
                 rate_label(entry.tokens_per_s),
