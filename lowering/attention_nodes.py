@@ -46,6 +46,7 @@ def fused(g: Nodes, qkv: str, layer: int, t: Template) -> tuple[str, str, str]:
         *("GroupQueryAttention", 3, g("Reshape", qkv, "shape_qkv"), "", ""),
         *(f"key.{layer}", f"value.{layer}", "last_slot", "slots"),
         *("rope.cos", "rope.sin", "positions"),
+        *(("bias",) if t.biased else ()),
         domain=CONTRIB,
         num_heads=spec.heads,
         kv_num_heads=spec.kv_heads,

@@ -45,6 +45,7 @@ def layers_graph(
     context: int,
     attention: AttentionKernel,
     tensors: Sequence[TensorRef],
+    biased: bool = False,
 ) -> onnx.ModelProto:
     """All sub-layers as one pass.
 
@@ -59,7 +60,7 @@ def layers_graph(
     int32, one less; ``key.L`` and ``value.L`` [1, kv, t, hd], to be bound as ``new_key.L`` and
     ``new_value.L`` as well: the new rows are written into the last w of ``slots``.
     """
-    t = Template(spec, fmt, context, attention, tensors)
+    t = Template(spec, fmt, context, attention, tensors, biased)
     g = Nodes("pass")
     exact = attention is AttentionKernel.EXACT
     zeros = prologue(g) if exact else ""
@@ -70,6 +71,7 @@ def layers_graph(
         tensor_info("hidden", ["w", spec.hidden]),
         tensor_info("positions", [1, "w"], TensorProto.INT64),
         *([tensor_info("mask", ["w", "slots"])] if exact else slot_counts()),
+        *([tensor_info("bias", [1, 1, "w", "seen"])] if biased else []),
     ]
     outputs = [tensor_info("hidden_out", ["w", spec.hidden])]
     x = "hidden"
