@@ -1,6 +1,6 @@
 """Writes what a model becomes in a plan folder: weights, graphs, tokenizer."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from onnx import ModelProto
@@ -49,16 +49,25 @@ def emit(
         GraphKind.LAYERS: (layers_graph(source.spec, fmt, context, attention, layers), layers),
         GraphKind.HEAD: (head_graph(source.spec, fmt, head), head),
     }
-    graphs = tuple(
+    graphs = write_graphs(models, writer)
+    tokenizer = writer.write(TOKENIZER_FILE, source.tokenizer_json().encode())
+    return Emission(graphs, weights, tensors, tokenizer)
+
+
+def write_graphs(
+    models: Mapping[GraphKind, tuple[ModelProto, Sequence[TensorRef]]],
+    writer: PlanWriter,
+    folder: str = "",
+) -> tuple[Graph, ...]:
+    """Write graphs, each with the tensors that it takes, into ``folder`` ("" or ``name/``)."""
+    return tuple(
         Graph(
             kind,
-            writer.write(f"{kind}.onnx", serialized(model)),
+            writer.write(f"{folder}{kind}.onnx", serialized(model)),
             tuple(tensor.name for tensor in used),
         )
         for kind, (model, used) in models.items()
     )
-    tokenizer = writer.write(TOKENIZER_FILE, source.tokenizer_json().encode())
-    return Emission(graphs, weights, tensors, tokenizer)
 
 
 def head_tensors(tensors: Iterable[TensorRef]) -> list[TensorRef]:

@@ -58,7 +58,8 @@ def layers_graph(
 
     ``fused``: ``slots`` int32, how many there are with the pass's rows, and ``last_slot`` [1]
     int32, one less; ``key.L`` and ``value.L`` [1, kv, t, hd], to be bound as ``new_key.L`` and
-    ``new_value.L`` as well: the new rows are written into the last w of ``slots``.
+    ``new_value.L`` as well: the new rows are written into the last w of ``slots``. With ``biased``
+    also ``bias`` [1, 1, w, slots] f32, added to the scores.
     """
     t = Template(spec, fmt, context, attention, tensors, biased)
     g = Nodes("pass")
@@ -71,7 +72,7 @@ def layers_graph(
         tensor_info("hidden", ["w", spec.hidden]),
         tensor_info("positions", [1, "w"], TensorProto.INT64),
         *([tensor_info("mask", ["w", "slots"])] if exact else slot_counts()),
-        *([tensor_info("bias", [1, 1, "w", "seen"])] if biased else []),
+        *([tensor_info("bias", [1, 1, "w", "slots"])] if biased else []),
     ]
     outputs = [tensor_info("hidden_out", ["w", spec.hidden])]
     x = "hidden"
