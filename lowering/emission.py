@@ -1,6 +1,6 @@
 """Writes what a model becomes in a plan folder: weights, graphs, tokenizer."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from onnx import ModelProto
@@ -103,10 +103,19 @@ def emit_graphs(
             constants = rotation if kind is SubLayerKind.ATTENTION else []
             model = streamed_graph(spec, fmt, context, kind, ranges[first], constants)
             models[GraphKind(kind)] = model, constants
+    return write_graphs(models, writer)
+
+
+def write_graphs(
+    models: Mapping[GraphKind, tuple[ModelProto, Sequence[TensorRef]]],
+    writer: PlanWriter,
+    folder: str = "",
+) -> tuple[Graph, ...]:
+    """Write graphs, each with the tensors that it takes, into ``folder`` ("" or ``name/``)."""
     return tuple(
         Graph(
             kind,
-            writer.write(f"{kind}.onnx", serialized(model)),
+            writer.write(f"{folder}{kind}.onnx", serialized(model)),
             tuple(tensor.name for tensor in used),
         )
         for kind, (model, used) in models.items()

@@ -48,6 +48,7 @@ def layers_graph(
     attention: AttentionKernel,
     tensors: Sequence[TensorRef],
     streamed: Collection[SubLayerId] = (),
+    biased: bool = False,
 ) -> onnx.ModelProto:
     """All sub-layers as one pass, but for those ``streamed``: they have no input or output here.
 
@@ -60,9 +61,10 @@ def layers_graph(
 
     ``fused``: ``slots`` int32, how many there are with the pass's rows, and ``last_slot`` [1]
     int32, one less; ``key.L`` and ``value.L`` [1, kv, t, hd], to be bound as ``new_key.L`` and
-    ``new_value.L`` as well: the new rows are written into the last w of ``slots``.
+    ``new_value.L`` as well: the new rows are written into the last w of ``slots``. With ``biased``
+    also ``bias`` [1, 1, w, slots] f32, added to the scores.
     """
-    t = Template(spec, fmt, context, attention, tensors)
+    t = Template(spec, fmt, context, attention, tensors, biased)
     g = Nodes("pass")
     exact = attention is AttentionKernel.EXACT
     zeros = prologue(g) if exact else ""
@@ -73,6 +75,7 @@ def layers_graph(
         tensor_info("hidden", ["w", spec.hidden]),
         tensor_info("positions", [1, "w"], TensorProto.INT64),
         *([tensor_info("mask", ["w", "slots"])] if exact else slot_counts()),
+        *([tensor_info("bias", [1, 1, "w", "slots"])] if biased else []),
     ]
     outputs = [tensor_info("hidden_out", ["w", spec.hidden])]
     x = "hidden"

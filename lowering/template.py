@@ -50,8 +50,10 @@ class Template:
         context: int,
         attention: AttentionKernel,
         tensors: Iterable[TensorRef] = (),
+        biased: bool = False,
     ) -> None:
         self.spec = spec
+        self.biased = biased
         self.formats = formats_of(formats)
         self.attention = attention
         self.tensors = {tensor.name: tensor for tensor in tensors}

@@ -143,6 +143,8 @@ class LayersSession:
         self._session = open_session(graph, constants, threads)
         self._bindings: dict[int, _Binding] = {}
         self._on = np.ones(spec.sub_layers, np.bool_)
+        self._biased = any(entry.name == "bias" for entry in self._session.get_inputs())
+        self._no_bias = np.zeros(0, np.float32)
 
     def run(
         self, hidden: Array, positions: Array, mask: Array, cache: KvCache, active: Array
@@ -157,17 +159,35 @@ class LayersSession:
         return self._run(bound, hidden, positions, active)
 
     def run_in_place(
-        self, hidden: Array, positions: Array, start: int, cache: KvCache, active: Array
+        self,
+        hidden: Array,
+        positions: Array,
+        start: int,
+        cache: KvCache,
+        active: Array,
+        bias: Array | None = None,
     ) -> PassResult:
-        """One pass of a chain with fused attention; its rows lie in slots ``start`` onwards.
+        """One pass with fused attention; its rows lie in slots ``start`` onwards.
 
-        Keys and values of the sub-layers that are on are written into the cache.
+        Each sees all slots up to its own. ``bias`` [w, start + w] f32 is added to the scores, where
+        the graph takes one: ``HIDDEN`` for a slot of another branch. Keys and values of the
+        sub-layers that are on are written into the cache.
         """
         width = hidden.shape[0]
         bound = self._bound(width, cache)
+        if self._biased:
+            shape = 1, 1, width, start + width
+            given = self._zeros(width * (start + width)) if bias is None else bias
+            bound.ort.bind_input("bias", "cpu", 0, np.float32, shape, given.ctypes.data)
         bound.slots[()] = start + width
         bound.last_slot[0] = start + width - 1
         return self._run(bound, hidden, positions, active)
+
+    def _zeros(self, count: int) -> Array:
+        """At least ``count`` zeros: the bias of a chain."""
+        if len(self._no_bias) < count:
+            self._no_bias = np.zeros(2 * count, np.float32)
+        return self._no_bias
 
     def _bound(self, width: int, cache: KvCache) -> _Binding:
         bound = self._bindings.get(width)

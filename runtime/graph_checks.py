@@ -7,14 +7,14 @@ is checked here takes the protobuf encoding alone; no onnx package is needed. Se
 """
 
 import posixpath
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 from profiles.errors import IncompatibleError, InputError
 from runtime.graph_operators import CONTRIB, OPERATORS, Form
-from runtime.plan import WEIGHTS_FILE, ExecutionPlan, Graph, TensorRef, TensorType
+from runtime.plan import Artefact, ExecutionPlan, Graph, TensorRef, TensorType
 
 MAX_GRAPH_BYTES = 64 * 2**20
 """A longer graph is refused before it is read; that of 30 layers has 400 KB."""
@@ -51,6 +51,8 @@ class _Files(NamedTuple):
 
     folder: str
     """Of the graph, relative to the plan's."""
+    weights: str
+    """The one file that tensors may lie in."""
     tensors: Mapping[str, TensorRef]
     """That the plan lists for it."""
 
@@ -65,14 +67,22 @@ def check_graphs(folder: Path, plan: ExecutionPlan) -> None:
     Raises:
         InputError: A graph is no ONNX file, is too large, or holds what no plan's graph does.
     """
-    tensors = {tensor.name: tensor for tensor in plan.tensors}
-    for graph in plan.graphs:
+    _check_graphs(folder, plan.graphs, plan.weights, plan.tensors)
+    if plan.draft:
+        _check_graphs(folder, plan.draft.graphs, plan.draft.weights, plan.draft.tensors)
+
+
+def _check_graphs(
+    folder: Path, graphs: Iterable[Graph], weights: Artefact, tensors: Iterable[TensorRef]
+) -> None:
+    known = {tensor.name: tensor for tensor in tensors}
+    for graph in graphs:
         file = folder / graph.artefact.path
         if graph.artefact.bytes > MAX_GRAPH_BYTES:
             expected = f"at most {MAX_GRAPH_BYTES} bytes"
             raise InputError("graph is too large", where=file, expected=expected, hint=_RECOMPILE)
         try:
-            _check_model(memoryview(file.read_bytes()), _files(graph, tensors))
+            _check_model(memoryview(file.read_bytes()), _files(graph, weights, known))
         except OSError as error:
             raise InputError("cannot read graph", where=file, found=error.strerror) from error
         except _RefusedError as error:
@@ -102,9 +112,9 @@ def reported_failures(folder: Path) -> Generator[None]:
         ) from error
 
 
-def _files(graph: Graph, tensors: Mapping[str, TensorRef]) -> _Files:
+def _files(graph: Graph, weights: Artefact, tensors: Mapping[str, TensorRef]) -> _Files:
     listed = {name: tensors[name] for name in graph.tensors}
-    return _Files(posixpath.dirname(graph.artefact.path), listed)
+    return _Files(posixpath.dirname(graph.artefact.path), weights.path, listed)
 
 
 def _check_model(data: memoryview, files: _Files) -> None:
@@ -215,13 +225,13 @@ def _tensor(data: memoryview) -> _Tensor:
 
 
 def _check_tensor(data: memoryview, files: _Files) -> None:
-    """A tensor lies in the graph, or is one that the plan lists, and lies in ``weights.bin``."""
+    """A tensor lies in the graph, or is one that the plan lists, in the model's weights file."""
     tensor = _tensor(data)
     if not tensor.external:
         return
     paths = {posixpath.normpath(posixpath.join(files.folder, at)) for at in tensor.locations}
-    if paths != {WEIGHTS_FILE}:
-        raise _RefusedError(f"tensor {tensor.name[:60]!r} lies elsewhere than in {WEIGHTS_FILE}")
+    if paths != {files.weights}:
+        raise _RefusedError(f"tensor {tensor.name[:60]!r} lies elsewhere than in {files.weights}")
     listed = files.tensors.get(tensor.name)
     if listed is None:
         raise _RefusedError(f"tensor {tensor.name[:60]!r} is not in the plan's list")

@@ -77,6 +77,10 @@ def artefacts(plan: ExecutionPlan) -> Iterator[tuple[str, Artefact]]:
         yield f"$.graphs[{index}].artefact", graph.artefact
     yield "$.weights", plan.weights
     yield "$.tokenizer", plan.tokenizer
+    if plan.draft:
+        for index, graph in enumerate(plan.draft.graphs):
+            yield f"$.draft.graphs[{index}].artefact", graph.artefact
+        yield "$.draft.weights", plan.draft.weights
 
 
 def is_safe_path(path: str) -> bool:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from profiles.errors import FulcrumError, InputError
 from runtime.plan import (
     ALIGNMENT_BYTES,
+    DRAFT_FOLDER,
     PLAN_FILE,
     SEAL_FILE,
     TOKENIZER_FILE,
@@ -30,7 +31,9 @@ from runtime.plan_checks import artefacts, is_safe_path
 from runtime.plan_document import MAX_DOCUMENT_BYTES, encode_plan, is_plan_document
 
 _GRAPHS = {f"{kind}.onnx" for kind in GraphKind}
-_ENTRIES = frozenset({PLAN_FILE, SEAL_FILE, WEIGHTS_FILE, TOKENIZER_FILE, "npu", "mlir"} | _GRAPHS)
+_ENTRIES = frozenset(
+    {PLAN_FILE, SEAL_FILE, WEIGHTS_FILE, TOKENIZER_FILE, DRAFT_FOLDER, "npu", "mlir"} | _GRAPHS
+)
 _TYPES = {np.dtype("<f4"): TensorType.F32, np.dtype("u1"): TensorType.U8}
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS})
 

@@ -97,6 +97,27 @@ class Target:
         mask = chain_mask(rows, len(ids), start, cache.capacity)
         return self.run(hidden, positions, mask, cache, on)
 
+    def run_branches(
+        self, ids: Sequence[int], positions: Sequence[int], seen: Array, cache: KvCache
+    ) -> PassResult:
+        """A draft's pass over tokens of several branches, whose rows are written as scratch.
+
+        ``seen`` [w, start + w] bool: the slots that a row looks at; the last w are the pass's own
+        rows, which lie in slots ``start`` onwards. No row may look at a later one.
+        """
+        width, end = seen.shape
+        start = end - width
+        cache.reserve(end)
+        hidden, at = self.embed(ids), np.asarray(positions)
+        mask = np.where(seen, np.float32(0), HIDDEN)
+        if self.attention is AttentionKernel.FUSED:
+            return self._layers.run_in_place(hidden, at, start, cache, self.all_on, mask)
+        wide = np.full((width, cache.capacity + width), HIDDEN, np.float32)
+        wide[:, :start], wide[:, cache.capacity :] = mask[:, :start], mask[:, start:]
+        result = self.run(hidden, at, wide, cache, self.all_on)
+        cache.write(start, result.keys, result.values, slice(0, width))
+        return result
+
     def logits(self, hidden: Array) -> Array:
         """[w, hidden] -> [w, vocab] float32."""
         found = self._head.logits(hidden)
