@@ -1,6 +1,6 @@
 """Prompt lookup: drafts the continuation of an earlier occurrence of the context's last tokens."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from profiles.errors import InputError
 
@@ -49,6 +49,19 @@ class NgramIndex:
                 copied = self._tokens[start : start + max(length, 0)]
                 return [copied[place % len(copied)] for place in range(length)]
         return []
+
+    def continuations(self, path: Sequence[int]) -> Iterator[int]:
+        """What followed the latest occurrence of each suffix of the context and ``path`` behind it.
+
+        From the longest suffix to the shortest, those that did not occur left out; a token may come
+        up several times. ``path`` itself is not remembered.
+        """
+        longest = self._lengths[0]
+        ends = [*self._tokens[-longest:], *path][-longest:]
+        for n in self._lengths:
+            start = self._continued_at.get(tuple(ends[-n:])) if n <= len(ends) else None
+            if start is not None:
+                yield self._tokens[start]
 
     def clone(self) -> "NgramIndex":
         """An independent copy."""

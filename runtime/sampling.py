@@ -7,7 +7,7 @@ speculative decode gives the very tokens that plain decoding gives.
 """
 
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
@@ -57,6 +57,15 @@ class Sampling(msgspec.Struct, frozen=True):
 GREEDY = Sampling()
 
 
+class Candidates(NamedTuple):
+    """What a draft holds for the next token, the likeliest first."""
+
+    ids: tuple[int, ...]
+    """All different."""
+    probabilities: tuple[float, ...]
+    """The draft's, over all tokens; so they sum to 1 at most."""
+
+
 def choose(logits: _Floats, positions: Sequence[int], sampling: Sampling) -> _Indices:
     """The token that each row gives.
 
@@ -76,20 +85,49 @@ def choose(logits: _Floats, positions: Sequence[int], sampling: Sampling) -> _In
     # argmax takes the first of equals, and a NaN for larger than all else
     best = logits.argmax(axis=1).astype(np.int64, copy=False)
     for row, token, position in zip(logits, best, positions, strict=True):
-        if not np.isfinite(row[token]):
-            raise IncompatibleError(
-                "cannot choose a token",
-                where=f"position {position}",
-                found=f"logit {row[token]}",
-                expected="finite logits",
-                hint="the weights are damaged or overflow; compile again from another copy",
-            )
+        _check_finite(row[token], position)
     if sampling.temperature == 0:
         return best
     # A spread of logits beyond f32 becomes -inf, which means what it should
     with np.errstate(over="ignore"):
         tokens = [_sample(r, p, sampling) for r, p in zip(logits, positions, strict=True)]
     return np.array(tokens, dtype=np.int64)
+
+
+def ranked(logits: _Floats, position: int, sampling: Sampling, count: int) -> Candidates:
+    """The ``count`` tokens that ``choose`` comes closest to choosing from one row [vocab].
+
+    Greedy ranks by logit. Sampled, the target's own noise of ``position`` is added first: a token
+    that the draft holds for likely but that the noise speaks against is no use. Probabilities are
+    the softmax of what is ranked. Rank 0 is the very token of ``choose``; excluded tokens do not
+    appear, so there may be fewer than ``count``. Errors as for ``choose``.
+    """
+    _check_finite(logits[int(logits.argmax())], position)
+    if sampling.temperature == 0:
+        return _largest_of(logits, None, count)
+    with np.errstate(over="ignore"):
+        kept = kept_tokens(logits, sampling)
+        last = len(logits) - 1 if kept is None else int(kept[-1])
+        draws = _generator(sampling, position).random_raw(last + 1)
+        if kept is not None:
+            logits, draws = logits[kept], draws[kept]
+        # As in ``_race``, to the last bit
+        offsets = logits.astype(np.float64) - np.float64(logits.max())
+        scores = offsets / sampling.temperature - np.log(_exponential(draws))
+    return _largest_of(scores, kept, count)
+
+
+def _largest_of(
+    scores: _Floats | NDArray[np.float64], ids: _Indices | None, count: int
+) -> Candidates:
+    """Ranked by score, of equals the first; ``ids`` are the tokens if not all have a score."""
+    found = _largest(scores, count)
+    found = found[np.argsort(-scores[found], kind="stable")]
+    found = found[scores[found] > -np.inf]
+    weights = np.exp(scores - scores[found[0]])
+    shares = weights[found] / weights.sum(dtype=np.float64)
+    tokens = found if ids is None else ids[found]
+    return Candidates(tuple(tokens.tolist()), tuple(shares.tolist()))
 
 
 def kept_tokens(logits: _Floats, sampling: Sampling) -> _Indices | None:
@@ -109,12 +147,16 @@ def kept_tokens(logits: _Floats, sampling: Sampling) -> _Indices | None:
 
 
 def _sample(row: _Floats, position: int, sampling: Sampling) -> int:
-    generator = np.random.Philox(key=np.array([sampling.seed, position], dtype=np.uint64))
+    generator = _generator(sampling, position)
     kept = kept_tokens(row, sampling)
     if kept is None:
         return _race(row, generator.random_raw(len(row)), sampling.temperature)
     draws = generator.random_raw(int(kept[-1]) + 1)[kept]
     return int(kept[_race(row[kept], draws, sampling.temperature)])
+
+
+def _generator(sampling: Sampling, position: int) -> np.random.Philox:
+    return np.random.Philox(key=np.array([sampling.seed, position], dtype=np.uint64))
 
 
 def _race(logits: _Floats, draws: _Draws, temperature: float) -> int:
@@ -143,7 +185,7 @@ def _exponential(draws: _Draws) -> NDArray[np.float64]:
     return -np.log1p(-np.minimum(uniform, 1 - 2.0**-53))
 
 
-def _largest(logits: _Floats, count: int) -> _Indices:
+def _largest(logits: _Floats | NDArray[np.float64], count: int) -> _Indices:
     """Ascending indices of the ``count`` largest; of equals the first."""
     if count >= len(logits):
         return np.arange(len(logits), dtype=np.int64)
@@ -165,6 +207,17 @@ def _nucleus(logits: _Floats, temperature: float, share: float) -> _Indices:
         if mass[-1] >= target:
             break
     return _largest(logits, int(np.searchsorted(mass, target)) + 1)
+
+
+def _check_finite(largest: np.float32, position: int) -> None:
+    if not np.isfinite(largest):
+        raise IncompatibleError(
+            "cannot choose a token",
+            where=f"position {position}",
+            found=f"logit {largest}",
+            expected="finite logits",
+            hint="the weights are damaged or overflow; compile again from another copy",
+        )
 
 
 def _out_of_range(name: str, found: object, expected: str) -> InputError:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from profiles.errors import FulcrumError, InputError
-from runtime.sampling import GREEDY, Sampling, choose, kept_tokens
+from runtime.sampling import GREEDY, Sampling, choose, kept_tokens, ranked
 
 Floats = NDArray[np.float32]
 
@@ -263,3 +263,44 @@ def test_a_setting_out_of_range_is_refused_by_name(field: str, value: float) -> 
         msgspec.structs.replace(GREEDY, **{field: value})
     assert caught.value.where == field
     assert caught.value.expected
+
+
+@given(
+    row=logit_rows,
+    position=st.integers(0, 2**40),
+    seed=seeds,
+    temperature=st.one_of(st.just(0.0), temperatures),
+    top_k=st.integers(0, 50),
+    top_p=shares,
+    count=st.integers(1, 8),
+)
+def test_the_candidate_of_rank_0_is_the_token_that_would_be_chosen(
+    row, position, seed, temperature, top_k, top_p, count
+):
+    sampling = Sampling(temperature, top_k, top_p, seed)
+    found = ranked(row, position, sampling, count)
+    assert found.ids[0] == one(row, position, sampling)
+    assert len(set(found.ids)) == len(found.ids) <= count
+    assert list(found.probabilities) == sorted(found.probabilities, reverse=True)
+    assert sum(found.probabilities) <= 1 + 1e-6
+
+
+@given(row=logit_rows, position=st.integers(0, 2**40), seed=seeds, temperature=temperatures)
+def test_every_rank_is_what_would_be_chosen_without_those_before(row, position, seed, temperature):
+    sampling = Sampling(temperature, seed=seed)
+    left = row.copy()
+    for token in ranked(row, position, sampling, 5).ids:
+        assert token == one(left, position, sampling)
+        left[token] = -np.inf
+
+
+def test_greedy_candidates_are_the_largest_logits_of_equals_the_first():
+    found = ranked(np.array([1, 3, 2, 3, -np.inf], np.float32), 0, GREEDY, 9)
+    assert found.ids == (1, 3, 2, 0)
+    weights = np.exp([3.0, 3.0, 2.0, 1.0])
+    assert found.probabilities == pytest.approx(weights / weights.sum(), rel=1e-5)
+
+
+def test_candidates_of_a_damaged_row_are_refused():
+    with pytest.raises(FulcrumError, match="position 4"):
+        ranked(np.array([1, np.nan], np.float32), 4, GREEDY, 2)
