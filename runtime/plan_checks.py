@@ -8,7 +8,6 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from math import prod
 from typing import NamedTuple
 
 from profiles.words import kind_of
@@ -22,8 +21,6 @@ from runtime.plan import (
     Artefact,
     ExecutionPlan,
     GraphKind,
-    TensorRef,
-    TensorType,
 )
 from runtime.plan_cycles import DraftSource, misused_lone
 
