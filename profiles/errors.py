@@ -75,6 +75,23 @@ class VerificationError(FulcrumError):
     exit_code = 5
 
 
+class FlashError(FulcrumError):
+    """Streaming weights failed: a disk that does not read, a file that was cut off, a reader that
+    was closed. The session stays usable; the next generation tries again."""
+
+    exit_code = 6
+
+    def again(self) -> "FlashError":
+        """The same error as a new exception."""
+        return FlashError(
+            self.what,
+            where=self.where,
+            found=self.found,
+            expected=self.expected,
+            hint=self.hint,
+        )
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """A hint that names the closest of ``known``, or all of them when none is close."""
     names = sorted(known)

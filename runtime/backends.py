@@ -76,6 +76,16 @@ def open_session(
     return session
 
 
+def bind_input(binding: ort.IOBinding, name: str, array: Array) -> None:
+    """Let input ``name`` be ``array``'s memory, which must outlive the binding."""
+    binding.bind_input(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
+
+
+def bind_output(binding: ort.IOBinding, name: str, array: Array) -> None:
+    """Let output ``name`` be written into ``array``, which must outlive the binding."""
+    binding.bind_output(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
+
+
 class _Binding:
     """Buffers of one pass width over one cache, and the ORT binding that points at them."""
 
@@ -118,9 +128,9 @@ class _Binding:
                 outputs[f"new_{kind}.{layer}"] = held if new is None else new[layer]
         inputs |= {f"on.{i}": on[i : i + 1].reshape(()) for i in range(spec.sub_layers)}
         for name, array in inputs.items():
-            self.ort.bind_input(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
+            bind_input(self.ort, name, array)
         for name, array in outputs.items():
-            self.ort.bind_output(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
+            bind_output(self.ort, name, array)
 
     def serves(self, cache: KvCache) -> bool:
         """Whether the bound addresses are still the cache's."""

@@ -1,11 +1,16 @@
 """Where the bytes of each sub-layer lie in ``weights.bin``, which is in execution order."""
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from profiles.words import Format, LayerId, SubLayerId, SubLayerKind, sub_layer_id
-from runtime.plan import ALIGNMENT_BYTES, TensorRef
+from runtime.plan import ALIGNMENT_BYTES, TensorRef, TensorType
 
+Array = np.ndarray[Any, Any]
+
+DTYPES = {TensorType.F32: np.dtype("<f4"), TensorType.U8: np.dtype("u1")}
 STREAMED_FORMATS = (Format.W8A16, Format.W8A8)
 """Of a streamed sub-layer: products of integers give the same bits with weights as inputs. Blocks
 of 4 bits take seconds as inputs, since they are packed anew for each pass; sums of floats differ
@@ -21,6 +26,11 @@ class PartRef(NamedTuple):
     at_bytes: int
     """From the sub-layer's first byte."""
     tensor: TensorRef
+
+    def view(self, sub_layer: Array) -> Array:
+        """The tensor in the sub-layer's bytes [n] uint8."""
+        piece = sub_layer[self.at_bytes : self.at_bytes + self.tensor.size_bytes]
+        return piece.view(DTYPES[self.tensor.type]).reshape(self.tensor.shape)
 
 
 class SubLayerBytes(NamedTuple):
