@@ -100,10 +100,10 @@ class Target:
     def run_branches(
         self, ids: Sequence[int], positions: Sequence[int], seen: Array, cache: KvCache
     ) -> PassResult:
-        """A draft's pass over tokens of several branches, whose rows are written as scratch.
+        """A draft's pass over tokens of several branches; its rows are appended to the cache.
 
-        ``seen`` [w, start + w] bool: the slots that a row looks at; the last w are the pass's own
-        rows, which lie in slots ``start`` onwards. No row may look at a later one.
+        ``seen`` [w, length + w] bool: the slots that a row looks at, the last w being the pass's
+        own rows. No row may look at a later one.
         """
         width, end = seen.shape
         start = end - width
@@ -111,11 +111,12 @@ class Target:
         hidden, at = self.embed(ids), np.asarray(positions)
         mask = np.where(seen, np.float32(0), HIDDEN)
         if self.attention is AttentionKernel.FUSED:
-            return self._layers.run_in_place(hidden, at, start, cache, self.all_on, mask)
-        wide = np.full((width, cache.capacity + width), HIDDEN, np.float32)
-        wide[:, :start], wide[:, cache.capacity :] = mask[:, :start], mask[:, start:]
-        result = self.run(hidden, at, wide, cache, self.all_on)
-        cache.write(start, result.keys, result.values, slice(0, width))
+            result = self._layers.run_in_place(hidden, at, start, cache, self.all_on, mask)
+        else:
+            wide = np.full((width, cache.capacity + width), HIDDEN, np.float32)
+            wide[:, :start], wide[:, cache.capacity :] = mask[:, :start], mask[:, start:]
+            result = self.run(hidden, at, wide, cache, self.all_on)
+        cache.commit(result.keys, result.values, slice(0, width))
         return result
 
     def logits(self, hidden: Array) -> Array:
