@@ -198,15 +198,16 @@ def shaped(
     for cycle in planned_cycles(plan):
         if (cycle.shape, cycle.tree) == (shape, index) and source in (None, cycle.draft):
             return cycle
-    filler = _CHAINS[source or sources(plan)[0]](plan, length)
+    filler = CHAINS[source or sources(plan)[0]](plan, length)
     return msgspec.structs.replace(filler, shape=shape, tree=index)
 
 
-_CHAINS = {
+CHAINS = {
     DraftSource.MODEL: model_chain,
     DraftSource.SKIP: skip_chain,
     DraftSource.NGRAM: ngram,
 }
+"""A chain by who drafts it."""
 
 
 def sources(plan: ExecutionPlan) -> tuple[DraftSource, ...]:

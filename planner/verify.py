@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from planner.inspect.figures import cycle_label
-from planner.modes import best_mask, chain, ngram, planned_cycles
+from planner.modes import CHAINS, planned_cycles, shaped, sources
 from planner.prompt_file import Prompt
 from runtime.plan import ExecutionPlan
-from runtime.plan_cycles import OFF, Cycle, DraftSource
+from runtime.plan_cycles import OFF, Cycle, DraftShape, DraftSource, runs_alone
 from runtime.sampling import Sampling
 from runtime.session import Session
 
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 DRAFT_LENGTH = 4
 """Drafted tokens of the cycles that the plan does not choose itself."""
 PLANNED = "as planned"
+AGAIN = "off again"
+"""Plain decoding of a streamed plan a second time, the ring being filled otherwise."""
 
 
 class Divergence(msgspec.Struct, frozen=True):
@@ -47,6 +49,8 @@ class Verification(msgspec.Struct, frozen=True):
     """What was compared and where it differed."""
 
     prompts: int
+    reference: str
+    """The plain decoding that all is compared with."""
     tokens: int
     """Tokens of plain decoding; each was compared once per cycle."""
     cycles: tuple[str, ...]
@@ -60,21 +64,58 @@ class Verification(msgspec.Struct, frozen=True):
 
 
 def cycles_to_verify(plan: ExecutionPlan) -> dict[str, Cycle | None]:
-    """Cycles by name: the plan's own, and a chain and a look-up where it has none of them.
+    """Cycles by name: the plan's own, and those that it could use of what it carries.
 
-    None follows the buckets; it is there when cycles change with the context.
+    For each source a chain, and the draft model in every tree and envelope; other sources in the
+    largest tree, and under a skip mask the first envelope (a look-up has no probabilities to grow
+    by). None follows the buckets; it is there when cycles change with the context.
     """
     planned = [cycle for cycle in planned_cycles(plan) if cycle.draft is not DraftSource.OFF]
-    found: dict[str, Cycle | None] = {cycle_label(cycle): cycle for cycle in planned}
+    cycles: list[Cycle | None] = [*planned]
     if len(planned_cycles(plan)) > 1:
-        found[PLANNED] = None
-    sources = {cycle.draft for cycle in planned}
-    extra: list[Cycle] = []
-    if DraftSource.SKIP not in sources and best_mask(plan) is not None:
-        extra.append(chain(plan, DRAFT_LENGTH))
-    if DraftSource.NGRAM not in sources:
-        extra.append(ngram(plan, DRAFT_LENGTH))
-    return found | {cycle_label(cycle): cycle for cycle in extra}
+        cycles.append(None)
+    cycles += [c for c in _possible(plan, planned) if c not in planned]
+    if plan.residency is not None:
+        cycles.append(OFF)
+    found: dict[str, Cycle | None] = {}
+    for cycle in cycles:
+        name = _name(cycle, plan)
+        # Two trees may have as many nodes, or a chain another order of the head
+        again = sum(known.rpartition(" #")[0] == name or known == name for known in found)
+        found[f"{name} #{again + 1}" if again else name] = cycle
+    return found
+
+
+def _name(cycle: Cycle | None, plan: ExecutionPlan) -> str:
+    if cycle is None:
+        return PLANNED
+    return AGAIN if cycle == OFF else cycle_label(cycle, plan)
+
+
+def _possible(plan: ExecutionPlan, planned: Sequence[Cycle]) -> Iterator[Cycle]:
+    """Each source's chain, unless the plan has one of it, then its trees."""
+    trees = range(len(plan.trees))
+    largest = sorted(trees, key=lambda index: len(plan.trees[index].parents))[-1:]
+    for source in sources(plan):
+        chains = (c for c in planned if c.draft is source and c.shape is DraftShape.CHAIN)
+        if next(chains, None) is None:
+            yield CHAINS[source](plan, DRAFT_LENGTH)
+        first = source is DraftSource.MODEL
+        for index in trees if first else largest:
+            yield shaped(plan, DraftShape.STATIC, index, source)
+        if source is not DraftSource.NGRAM:
+            for index in range(len(plan.growths) if first else min(1, len(plan.growths))):
+                yield shaped(plan, DraftShape.ONLINE, index, source)
+
+
+def reference_label(plan: ExecutionPlan) -> str:
+    """Which plain decoding the others are compared with, and whether the plan itself uses it."""
+    if not runs_alone(plan.numerics):
+        return "off, the plan's only plain decoding"
+    label = "off, plain decoding in the passes that verify drafts"
+    if plan.buckets[0].cycle.lone:
+        label += "; the plan itself decodes alone (ar), in other last bits, which is not compared"
+    return label
 
 
 def verify(
@@ -110,6 +151,7 @@ def verify(
             report("comparing with plain decoding", done, total)
     return Verification(
         prompts=len(prompts),
+        reference=reference_label(session.plan),
         tokens=tokens,
         cycles=tuple(cycles),
         samplings=tuple(dict.fromkeys(map(sampling_name, samplings))),

@@ -6,48 +6,16 @@ from pathlib import Path
 import msgspec
 import pytest
 from compiled_models import Recipe
+from tree_plans import FORKED, GROWN, tree_plan, with_tables
 from varied_plans import NGRAM, OFF, SKIP, varied_plan
 
 from planner.inspect.figures import cycle_label, draft_passes
 from planner.modes import Mode, parse_mode, parse_modes, reference, shaped, sources
 from profiles.errors import InputError
-from profiles.words import AttentionKernel, Format
-from runtime.plan import Artefact, DraftModel, ExecutionPlan, Formats, KvLayout
-from runtime.plan_cycles import Cycle, DraftShape, DraftSource, Growth, HeadOrder, TreeTemplate
+from runtime.plan_cycles import Cycle, DraftShape, DraftSource, HeadOrder
 from runtime.plan_folder import read_plan
-from runtime.plan_tables import PassKind, PassTable
 
 Compiled = Callable[[Recipe], Path]
-
-FORK = TreeTemplate(parents=(0, 0, 1), ranks=(0, 1, 0))
-LONG = TreeTemplate(parents=(0, 0, 1, 3, 4), ranks=(0, 1, 0, 0, 0))
-GROWTH = Growth(16, 5, 3, 4, (0.0, 0.5), ((0.3, 0.9), (0.1, 0.2)))
-GROWN = Cycle(DraftSource.MODEL, 16, shape=DraftShape.ONLINE, head=HeadOrder.PATH)
-FORKED = Cycle(DraftSource.MODEL, 3, shape=DraftShape.STATIC, head=HeadOrder.PATH)
-
-
-def with_tables(plan: ExecutionPlan) -> ExecutionPlan:
-    """The plan with a price of drafting under its mask."""
-    table = PassTable(PassKind.DRAFT, 1, (1,), (0,), ((1.0,),))
-    return msgspec.structs.replace(
-        plan, tables=msgspec.structs.replace(plan.tables, passes=(table,))
-    )
-
-
-def with_draft(plan: ExecutionPlan) -> ExecutionPlan:
-    """The plan with a draft model of its own shape."""
-    formats = Formats(Format.W8A16, Format.W8A16, Format.W8A16)
-    weights = Artefact("draft/weights.bin", 1, "0" * 64)
-    draft = DraftModel(
-        *(plan.model, formats, AttentionKernel.EXACT, (), weights, (), KvLayout(64, 1024))
-    )
-    return msgspec.structs.replace(plan, draft=draft)
-
-
-def tree_plan(*cycles: Cycle) -> ExecutionPlan:
-    """A plan with everything to draft with."""
-    plan = with_draft(with_tables(varied_plan(cycles=cycles)))
-    return msgspec.structs.replace(plan, trees=(FORK, LONG), growths=(GROWTH,))
 
 
 def test_a_chain_is_the_draft_models_where_there_is_one() -> None:

@@ -6,15 +6,20 @@ from pathlib import Path
 from typing import Any
 
 import documented
+import msgspec
 import numpy as np
 import pytest
 from compiled_models import Recipe
+from tree_plans import FORKED, tree_plan
+from varied_plans import varied_plan
 
 from planner import cli
 from planner.prompt_file import Prompt, bundled_prompts
-from planner.verify import cycles_to_verify, decode, verify
+from planner.verify import cycles_to_verify, decode, reference_label, verify
+from profiles.words import AttentionKernel, SubLayerId
 from runtime.cycle import Decoding
-from runtime.plan_cycles import OFF, Cycle, DraftSource
+from runtime.plan import Residency
+from runtime.plan_cycles import ALONE, OFF, Cycle, DraftShape, DraftSource
 from runtime.plan_folder import read_plan
 from runtime.sampling import GREEDY, Sampling
 from runtime.session import Session, load
@@ -26,6 +31,7 @@ NGRAM = Cycle(DraftSource.NGRAM, 5, ngram_min=2, ngram_max=3)
 SKIPPING = Recipe(masks=((2, 5),), faint=(2, 5), cycles=((0, SKIP),))
 CHANGING = Recipe(masks=((2, 5),), faint=(2, 5), cycles=((0, NGRAM), (40, SKIP), (80, OFF)))
 PLAIN = Recipe()
+ALONE_EVERYWHERE = Recipe(cycles=((0, ALONE),))
 PROMPTS = [Prompt("one", "code", "for the end of"), Prompt("two", "chat", "in the self")]
 SAMPLED = Sampling(temperature=1.0, seed=3)
 
@@ -67,6 +73,48 @@ def test_every_cycle_and_draft_source_is_compared(compiled: Compiled) -> None:
     assert of(SKIPPING) == [SKIP, default_ngram]
     assert of(CHANGING) == [NGRAM, SKIP, None]
     assert of(PLAIN) == [default_ngram]
+
+
+def test_every_tree_is_filled_by_the_draft_model_and_one_by_the_others() -> None:
+    plan = tree_plan(FORKED, OFF)
+    cycles = cycles_to_verify(plan)
+    assert list(cycles) == [
+        "134M draft, tree of 3 nodes",
+        "as planned",
+        "134M draft, chain of 4",
+        "134M draft, tree of 5 nodes",
+        "134M draft, online, up to 16 nodes",
+        "skip mask 1, 4 drafted",
+        "skip mask 1, tree of 5 nodes",
+        "skip mask 1, online, up to 16 nodes",
+        "n-gram 1-3, 4 drafted",
+        "n-gram 1-3, tree of 5 nodes",
+    ]
+    assert list(cycles.values())[:2] == [FORKED, None]
+
+
+def test_no_cycle_is_lost_to_another_of_the_same_name() -> None:
+    plan = tree_plan(OFF)
+    plan = msgspec.structs.replace(plan, trees=plan.trees * 3)
+    cycles = cycles_to_verify(plan)
+    drafted = [c for c in cycles.values() if c is not None and c.draft is DraftSource.MODEL]
+    assert sorted(c.tree for c in drafted if c.shape is DraftShape.STATIC) == [0, 1, 2, 3, 4, 5]
+    assert {"134M draft, tree of 3 nodes #2", "134M draft, tree of 3 nodes #3"} < set(cycles)
+
+
+def test_a_streamed_plan_is_compared_with_its_own_plain_decoding() -> None:
+    streamed = Residency((SubLayerId(3),), slots=1, read_bytes=1 << 20)
+    plan = msgspec.structs.replace(varied_plan(cycles=(OFF,)), residency=streamed)
+    assert cycles_to_verify(plan)["off again"] == OFF
+    assert reference_label(plan) == "off, the plan's only plain decoding"
+
+
+def test_the_verdict_says_which_plain_decoding_is_meant(compiled: Compiled) -> None:
+    drafting, alone = read_plan(compiled(SKIPPING)), read_plan(compiled(ALONE_EVERYWHERE))
+    assert reference_label(drafting) == "off, plain decoding in the passes that verify drafts"
+    assert "decodes alone (ar)" in reference_label(alone)
+    exact = read_plan(compiled(Recipe(attention=AttentionKernel.EXACT)))
+    assert reference_label(exact) == "off, the plan's only plain decoding"
 
 
 @pytest.mark.usefixtures("wrong_draft")
@@ -130,9 +178,11 @@ def test_the_command_says_yes(
     assert cli.main(request) == 0
     out = capsys.readouterr().out
     assert out.startswith("token-exact: yes (2 prompts, 64 tokens, cycles: n-gram 2-3, 5 drafted;")
+    assert "\n  reference  off, plain decoding in the passes that verify drafts\n" in out
     assert cli.main([*request, "--no-sampled", "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     keys = {*("token_exact", "prompts", "tokens", "cycles", "samplings", "divergences")}
+    keys.add("reference")
     documented.check_keys("verify", data, keys)
     assert data["token_exact"] is True
     assert data["tokens"] == 32

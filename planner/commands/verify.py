@@ -5,6 +5,7 @@ from pathlib import Path
 
 import msgspec
 
+from planner.inspect.text import field
 from planner.inspect.units import counted, three_digits
 from planner.prompt_file import Prompt, bundled_prompts, load_prompts
 from planner.terminal import Terminal
@@ -15,6 +16,7 @@ from runtime.session import load
 
 BUNDLED = "verify"
 _SHOWN = 10
+_LABEL = 11
 
 
 def choose_prompts(path: Path | None, limit: int | None) -> list[Prompt]:
@@ -66,6 +68,7 @@ def verification_text(result: Verification) -> str:
         " and ".join(result.samplings),
     ]
     lines = [f"token-exact: {verdict} ({', '.join(scope)})"]
+    lines += field("reference", result.reference, label_width=_LABEL)
     lines += map(_divergence_line, result.divergences[:_SHOWN])
     if (hidden := len(result.divergences) - _SHOWN) > 0:
         lines.append(f"  and {hidden} more")
