@@ -6,6 +6,7 @@ acceptance at every depth and a verify pass whose cost does not grow; here both 
 """
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -14,7 +15,16 @@ from planner.lookup import LookupOutcome
 from planner.pass_tables import NGRAM_US, PassTimes
 from profiles.words import SubLayerId
 from runtime.plan import Candidate, Decision, Forecast
-from runtime.plan_cycles import ALONE, OFF, Cycle, DraftSource
+from runtime.plan_cycles import (
+    ALONE,
+    OFF,
+    Cycle,
+    DraftShape,
+    DraftSource,
+    Growth,
+    HeadOrder,
+    TreeTemplate,
+)
 
 MARGIN = 0.05
 """What a draft has to promise over plain decoding: less is within the prediction's error."""
@@ -34,6 +44,8 @@ class Option(msgspec.Struct, frozen=True):
     acceptance: tuple[float, ...] = ()
     skipped: tuple[SubLayerId, ...] = ()
     """Sub-layers that a self-draft leaves out."""
+    template: TreeTemplate | None = None
+    growth: Growth | None = None
 
     @property
     def tokens_per_s(self) -> float:
@@ -41,9 +53,45 @@ class Option(msgspec.Struct, frozen=True):
         return 1e6 * self.tokens / self.us
 
 
+class Replayed(NamedTuple):
+    """Cycles of one kind that a draft made on known text."""
+
+    levels: tuple[int, ...]
+    """Rows of each drafting pass of a model, in order."""
+    rows: int
+    """Of the verify pass: the drafted nodes and the root."""
+    accepted: int
+    count: int
+    """How often there was such a cycle."""
+
+
+def cycle_us(
+    times: PassTimes, context: int, drafting_us: float, rows: int, head_us: float
+) -> float:
+    """Time of a cycle. The flash reads ahead while the head and the next draft run."""
+    rest = drafting_us + head_us + times.cycle_us
+    return rest + times.verify_us(rows, context, ahead_us=rest)
+
+
+def head_order(
+    times: PassTimes, context: int, cycles: Iterable[tuple[int, int, int]]
+) -> tuple[HeadOrder, bool]:
+    """Which order of the head is faster over ``cycles`` of (rows, accepted, count).
+
+    In one batch it runs over every row; along the path over those that were accepted and one more,
+    each alone (Lever).
+    """
+    batch = path = 0.0
+    for rows, accepted, count in cycles:
+        batch += count * times.head_us(rows, context)
+        path += count * (accepted + 1) * times.head_us(1, context)
+    along = path < batch
+    return HeadOrder.PATH if along else HeadOrder.BATCH, along
+
+
 def off_option(times: PassTimes, context: int) -> Option:
     """Plain autoregressive decoding in passes that agree with those that verify drafts."""
-    us = times.cycle_us + times.committing(1, context).us
+    us = cycle_us(times, context, 0.0, 1, times.head_us(1, context))
     return Option("off, beside drafts" if times.runs_alone else "off", OFF, 1.0, 0.0, us)
 
 
@@ -86,26 +134,85 @@ def skip_option(
 
 def ngram_option(times: PassTimes, context: int, outcome: LookupOutcome) -> Option:
     """Lookup drafting as replayed; cycles without a match are plain steps."""
-    cycles = sum(n for *_, n in outcome.cycles) or 1
-    tokens = drafted = us = 0.0
-    for proposed, accepted, count in outcome.cycles:
-        tokens += count * (accepted + 1)
-        drafted += count * proposed
-        us += count * times.committing(proposed + 1, context).us
+    replayed = [Replayed((), drafted + 1, hit, n) for drafted, hit, n in outcome.cycles]
     cycle = Cycle(
         DraftSource.NGRAM,
         outcome.length,
         ngram_min=outcome.ngram_min,
         ngram_max=outcome.ngram_max,
     )
-    return Option(
+    option = Option(
         f"n-gram {outcome.ngram_min}-{outcome.ngram_max}, up to {outcome.length}",
-        cycle,
-        tokens / cycles,
-        drafted / cycles,
-        us / cycles + times.cycle_us + NGRAM_US,
-        depth_rates(outcome),
+        *(cycle, 1.0, 0.0, 1.0),
+        acceptance=depth_rates(outcome),
     )
+    return timed(times, context, option, replayed, NGRAM_US)
+
+
+def timed(
+    times: PassTimes,
+    context: int,
+    option: Option,
+    replayed: Sequence[Replayed],
+    lookup_us: float = 0.0,
+) -> Option:
+    """``option`` with what its replayed cycles yield and take, and the faster order of the head.
+
+    Drafting passes are those of the draft model; each pays the constant of a pass.
+    """
+    order, along = head_order(times, context, [(c.rows, c.accepted, c.count) for c in replayed])
+    tokens = drafted = us = 0.0
+    for cycle in replayed:
+        drafting = lookup_us + sum(
+            times.proposing(width, context).us + times.cycle_us for width in cycle.levels
+        )
+        head_rows = cycle.accepted + 1 if along else 1
+        head = head_rows * times.head_us(1 if along else cycle.rows, context)
+        tokens += cycle.count * (cycle.accepted + 1)
+        drafted += cycle.count * (cycle.rows - 1)
+        us += cycle.count * cycle_us(times, context, drafting, cycle.rows, head)
+    cycles = sum(cycle.count for cycle in replayed) or 1
+    return msgspec.structs.replace(
+        option,
+        cycle=msgspec.structs.replace(option.cycle, head=order),
+        tokens=tokens / cycles,
+        drafted=drafted / cycles,
+        us=us / cycles,
+    )
+
+
+def model_chain(name: str, length: int) -> Option:
+    """A chain of the draft model, not priced yet."""
+    return Option(f"{name}, chain of {length}", Cycle(DraftSource.MODEL, length), 1.0, 0.0, 1.0)
+
+
+def model_tree(name: str, template: TreeTemplate) -> Option:
+    """A static tree of the draft model; its number is given when the plan is put together."""
+    nodes = len(template.parents)
+    return Option(
+        f"{name}, tree of {nodes} nodes, depth {template_depth(template)}",
+        Cycle(DraftSource.MODEL, nodes, shape=DraftShape.STATIC),
+        *(1.0, 0.0, 1.0),
+        template=template,
+    )
+
+
+def model_growth(name: str, growth: Growth) -> Option:
+    """A tree grown while decoding, likewise."""
+    return Option(
+        f"{name}, grown online up to {growth.max_nodes} nodes, depth {growth.max_depth}",
+        Cycle(DraftSource.MODEL, growth.max_nodes, shape=DraftShape.ONLINE),
+        *(1.0, 0.0, 1.0),
+        growth=growth,
+    )
+
+
+def template_depth(template: TreeTemplate) -> int:
+    """Of the deepest node; the root has depth 0."""
+    depths = [0]
+    for parent in template.parents:
+        depths.append(depths[parent] + 1)
+    return max(depths)
 
 
 def depth_rates(outcome: LookupOutcome) -> tuple[float, ...]:

@@ -5,16 +5,21 @@ draft's state is thrown away, so each of its passes takes the placement that is 
 """
 
 import itertools
-from collections.abc import Iterable, Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from planner.placement import Assignment, Machine, PlacedPass, Work, place, price
+from planner.simulate import Flash, Stage, stream_table
 from profiles.errors import FulcrumError
-from profiles.words import AttentionKernel, ProcessorKind, SubLayerId
+from profiles.words import AttentionKernel, Format, ProcessorKind, SubLayerId
 from runtime.cycle import commit_width
 from runtime.plan_cycles import NumericsClass, runs_alone
-from runtime.plan_tables import CostTables, PassKind, PassTable
+from runtime.plan_tables import CostTables, PassKind, PassTable, StreamTable
+from runtime.pricing import interpolate
 
 WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32, 48, 64)
+PROPOSAL_WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 LONE_ROWS = 2
 """Rows of the narrowest pass on a CPU: one alone is summed by kernels of its own."""
 NGRAM_US = 10.0
@@ -27,17 +32,41 @@ def context_grid(context: int) -> tuple[int, ...]:
     return (*itertools.takewhile(lambda at: at < context, powers), context)
 
 
-class PassTimes:
-    """Prices of the passes of one model on one device with one assignment of the target."""
+class Streaming(NamedTuple):
+    """How the target's streamed sub-layers are read."""
 
-    def __init__(self, machine: Machine, target: Assignment) -> None:
+    bytes_of: Mapping[SubLayerId, int]
+    """Of each streamed sub-layer in the flash image."""
+    slots: int
+    """Of the ring, for each kind of sub-layer."""
+    flash: Flash
+
+
+class PassTimes:
+    """Prices of the passes of one model on one device with one assignment of the target.
+
+    ``draft`` prices a draft model on the same device.
+    """
+
+    def __init__(
+        self,
+        machine: Machine,
+        target: Assignment,
+        *,
+        streaming: Streaming | None = None,
+        draft: Machine | None = None,
+    ) -> None:
         self.machine = machine
         self.target = target
+        self.streaming = streaming
+        self.draft = draft
         self.cycle_us = machine.profile.cycle_us.value
         self.all = tuple(SubLayerId(i) for i in range(machine.spec.sub_layers))
         self.classes = numerics_classes(machine, target)
         self._committing: dict[tuple[int, int, int], PlacedPass] = {}
         self._drafting: dict[tuple[tuple[SubLayerId, ...], int], PlacedPass] = {}
+        self._proposing: dict[tuple[int, int], PlacedPass] = {}
+        self._streams: dict[int, StreamTable] = {}
 
     def padded(self, rows: int) -> int:
         """Width of a pass of ``rows`` that commits, where one processor runs all of it."""
@@ -56,6 +85,62 @@ class PassTimes:
                 raise FulcrumError("the target's assignment cannot run", where=self.target.head)
             self._committing[key] = placed
         return self._committing[key]
+
+    def verify_us(self, rows: int, context: int, ahead_us: float) -> float:
+        """AR or verify without the head, ``ahead_us`` after the end of the pass before it."""
+        if self.streaming is None:
+            return _without_head(self.committing(rows, context, head_rows=1))
+        table = self.stream_table(context)
+        row = min(bisect_left(table.widths, rows), len(table.widths) - 1)
+        return interpolate(table.ahead_us, table.us[row], ahead_us)
+
+    def stream_table(self, context: int) -> StreamTable:
+        """Passes of the streamed target at ``context``, as the simulator has them."""
+        if self.streaming is None:
+            raise FulcrumError("nothing streams")
+        if context not in self._streams:
+            passes = {width: self.stages(width, context) for width in possible_widths(self)}
+            slots, flash = self.streaming.slots, self.streaming.flash
+            self._streams[context] = stream_table(passes, slots, flash)
+        return self._streams[context]
+
+    def stages(self, rows: int, context: int) -> tuple[Stage, ...]:
+        """The sub-layers of a pass that commits, as the simulator takes them."""
+        machine, bytes_of = self.machine, self.streaming.bytes_of if self.streaming else {}
+        width = max(rows, *(c.min_width for c in self.classes))
+        work, here = Work(self.all, width, 1, context), machine.cpu
+        found: list[Stage] = []
+        for sub_layer, there in zip(self.all, self.target.sub_layers, strict=True):
+            us = machine.stage_us(there, sub_layer, work)
+            if us is None:
+                raise FulcrumError("the target's assignment cannot run", where=there)
+            move = machine.handover_us(here, there, machine.hidden_bytes(work))
+            found.append(Stage(sub_layer, there, us, move, bytes_of.get(sub_layer, 0)))
+            here = there
+        return tuple(found)
+
+    def head_us(self, rows: int, context: int) -> float:
+        """The LM head over ``rows`` rows in one batch, with the hand-over to it and back."""
+        return self.committing(1, context, head_rows=max(rows, self.least_head_rows)).head_us
+
+    @property
+    def least_head_rows(self) -> int:
+        """Rows of the narrowest pass of the head (``runtime.cycle.head_rows``)."""
+        return 2 if self.machine.formats.head is Format.W4 else 1
+
+    def proposing(self, rows: int, context: int) -> PlacedPass:
+        """A pass of the draft model with its head over all rows but those caught up, placed
+        freely."""
+        if self.draft is None:
+            raise FulcrumError("there is no draft model")
+        if (rows, context) not in self._proposing:
+            layers = tuple(SubLayerId(i) for i in range(self.draft.spec.sub_layers))
+            work = Work(layers, rows, rows, context)
+            placed = price(self.draft, place(self.draft, work), work)
+            if placed is None:
+                raise FulcrumError("the draft model's assignment cannot run")
+            self._proposing[rows, context] = placed
+        return self._proposing[rows, context]
 
     @property
     def runs_alone(self) -> bool:
@@ -99,37 +184,58 @@ def numerics_classes(machine: Machine, target: Assignment) -> tuple[NumericsClas
                 processor=name,
                 processor_kind=processor.kind,
                 format=fmt,
-                min_width=LONE_ROWS if processor.kind is ProcessorKind.CPU else 1,
+                min_width=least_rows(machine) if processor.kind is ProcessorKind.CPU else 1,
                 width_step=processor.width_step,
-                attention=AttentionKernel.FUSED,
+                attention=machine.attention,
             )
         )
     return tuple(classes)
 
 
+def least_rows(machine: Machine) -> int:
+    """Rows of the narrowest pass on a CPU that agrees with wider ones.
+
+    Exact attention has rows enough where heads share keys; blocks of 4 bits never have with one.
+    """
+    spec, formats = machine.spec, machine.formats
+    blocks = Format.W4 in (formats.attention, formats.mlp)
+    grouped = machine.attention is AttentionKernel.EXACT and spec.heads > spec.kv_heads
+    return 1 if grouped and not blocks else LONE_ROWS
+
+
 def cost_tables(
-    times: PassTimes, masks: Sequence[Sequence[SubLayerId]], context: int
+    times: PassTimes,
+    masks: Sequence[Sequence[SubLayerId]],
+    context: int,
+    bucket_contexts: Sequence[int],
 ) -> CostTables:
-    """What the runtime looks up; ``masks[0]`` is the full target.
+    """What the runtime looks up; ``masks[0]`` is the full target, ``bucket_contexts`` are those
+    that the buckets are priced at.
 
     AR is one row alone; the verify pass of one row is plain decoding beside drafts. Both are listed
     without the head, which runs over as many rows as are needed; a drafting pass with it, since it
     may be placed elsewhere.
     """
     contexts, widths = context_grid(context), possible_widths(times)
-    full = tuple(
-        tuple(_without_head(times.committing(width, at)) for at in contexts) for width in widths
-    )
-    alone = tuple(_without_head(times.alone(at)) for at in contexts)
-    tables = [
-        PassTable(PassKind.AR, 0, (1,), contexts, (alone,)),
-        PassTable(PassKind.VERIFY, 0, widths, contexts, full),
-    ]
-    for index, skipped in enumerate(masks):
-        row = tuple(times.drafting(skipped, at).us for at in contexts)
-        tables.append(PassTable(PassKind.DRAFT, index, (1,), contexts, (row,)))
-    head = tuple(times.committing(width, contexts[0]).head_us for width in widths)
-    return CostTables(tuple(tables), widths, head, times.cycle_us, NGRAM_US)
+    full = tuple(tuple(times.verify_us(width, at, 0.0) for at in contexts) for width in widths)
+    tables = [PassTable(PassKind.VERIFY, 0, widths, contexts, full)]
+    if times.runs_alone:
+        alone = tuple(_without_head(times.alone(at)) for at in contexts)
+        tables.insert(0, PassTable(PassKind.AR, 0, (1,), contexts, (alone,)))
+    else:
+        tables.insert(0, PassTable(PassKind.AR, 0, (1,), contexts, (full[0],)))
+    if times.streaming is None:
+        for index, skipped in enumerate(masks):
+            row = tuple(times.drafting(skipped, at).us for at in contexts)
+            tables.append(PassTable(PassKind.DRAFT, index, (1,), contexts, (row,)))
+    if times.draft is not None:
+        rows = tuple(
+            tuple(times.proposing(width, at).us for at in contexts) for width in PROPOSAL_WIDTHS
+        )
+        tables.append(PassTable(PassKind.PROPOSE, 0, PROPOSAL_WIDTHS, contexts, rows))
+    head = tuple(times.head_us(width, contexts[0]) for width in widths)
+    streams = () if times.streaming is None else tuple(map(times.stream_table, bucket_contexts))
+    return CostTables(tuple(tables), widths, head, times.cycle_us, NGRAM_US, streams)
 
 
 def possible_widths(times: PassTimes) -> tuple[int, ...]:

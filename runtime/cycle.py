@@ -1,4 +1,5 @@
-"""One cycle: draft a chain, verify it with the full target in one pass, commit what it agrees with.
+"""One cycle: draft a token tree, verify it with the full target in one pass, commit what it agrees
+with.
 
 The invariant between cycles: the cache holds every position but the last token's, whose key and
 value the next cycle's verify pass computes. So a rejected draft leaves nothing behind, and an
@@ -7,17 +8,27 @@ accepted one has its rows computed by the target in the target's own numerics cl
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
-from profiles.words import AttentionKernel, Format
+import numpy as np
+
+from profiles.errors import InputError
+from profiles.words import AttentionKernel, Format, NodeId
+from runtime.draft_model import DraftModelDrafter, DraftRows
+from runtime.drafting import Drafter, NgramDrafter, SkipDrafter, fill_chain, fill_static
 from runtime.kv_cache import KvCache
 from runtime.ngram import NgramIndex
 from runtime.plan import ExecutionPlan
-from runtime.plan_cycles import Cycle, DraftSource, NumericsClass
+from runtime.growth import Feedback
+from runtime.plan_cycles import Cycle, DraftShape, DraftSource, HeadOrder, NumericsClass
 from runtime.plan_tables import PassKind
 from runtime.pricing import PriceList
 from runtime.sampling import Sampling, choose
 from runtime.stats import FinishedCycle
 from runtime.target import Target
+from runtime.tree import ROOT, Accepted, TokenTree, follow, nodes_by_depth
+
+Array = np.ndarray[Any, Any]
 
 WIDEST_BLOCK = 32
 """A product of more rows is cut into blocks of an even number of rows, and a single row that is
@@ -49,8 +60,22 @@ def head_rows(plan: ExecutionPlan, rows: int) -> int:
     return max(rows, 2) if plan.part_formats.head is Format.W4 else rows
 
 
+class Draft(NamedTuple):
+    """The draft of a cycle."""
+
+    tree: TokenTree
+    us: float = 0.0
+    """Device time by the plan's tables."""
+    passes: int = 0
+    drafter: Drafter | None = None
+    """Who has to hear what became of it."""
+
+
 class Decoding:
-    """The state of one generation: its tokens, cache and drafts; ``step`` runs one cycle."""
+    """The state of one generation: its tokens, cache and drafts; ``step`` runs one cycle.
+
+    ``model`` and ``model_rows`` are the session's draft model, if the plan has one.
+    """
 
     def __init__(
         self,
@@ -60,6 +85,7 @@ class Decoding:
         prompt: Sequence[int],
         sampling: Sampling,
         cycle: Cycle | None = None,
+        model: tuple[Target, DraftRows] | None = None,
     ) -> None:
         self.tokens = list(prompt)
         self._plan = plan
@@ -67,12 +93,14 @@ class Decoding:
         self._cache = cache
         self._sampling = sampling
         self._forced = cycle
+        self._model = model
         self._bucket = 0
         self._first_lone = plan.context
         """First slot whose row was computed alone."""
         self._prices = PriceList(plan.tables)
-        self._masks = [target.active(mask.skipped) for mask in plan.masks]
+        self._drafters: dict[tuple[object, ...], Drafter] = {}
         self._ngrams: dict[tuple[int, int], NgramIndex] = {}
+        self._feedback = Feedback()
 
     def reusable(self) -> list[int]:
         """Tokens whose rows the cache holds as any later generation would compute them."""
@@ -110,17 +138,22 @@ class Decoding:
         """Run one cycle that adds 1 to ``room`` tokens to ``tokens``."""
         began = time.perf_counter()
         cycle = self._cycle()
-        length = min(cycle.length, room - 1, self._plan.context - len(self.tokens) - 1)
-        draft, draft_price = self._draft(cycle, length)
+        depth = min(cycle.length, room - 1, self._plan.context - len(self.tokens) - 1)
+        draft = self._draft(cycle, depth)
         drafted = time.perf_counter()
-        added, price = self._verify(draft, cycle.lone)
+        accepted, price = self._verify(draft, cycle)
+        if draft.drafter is not None:
+            draft.drafter.accept(draft.tree, accepted.path)
+        self.tokens += accepted.tokens
         return FinishedCycle(
-            drafted=len(draft),
-            accepted=min(len(added) - 1, len(draft)),
-            committed=len(added),
+            drafted=len(draft.tree) - 1,
+            accepted=len(accepted.path) - 1,
+            committed=len(accepted.tokens),
             draft_us=1e6 * (drafted - began),
             verify_us=1e6 * (time.perf_counter() - drafted),
-            simulated_us=self._prices.cycle_us + draft_price + price,
+            simulated_us=self._prices.cycle_us + draft.us + price,
+            draft_passes=draft.passes,
+            nodes_by_depth=nodes_by_depth(draft.tree),
         )
 
     def keep(self, length: int) -> None:
@@ -129,18 +162,33 @@ class Decoding:
         self._cache.truncate(min(self._cache.length, length - 1))
 
     def _cycle(self) -> Cycle:
-        if self._forced is not None:
-            return self._forced
         self._bucket = bucket_at(self._plan, len(self.tokens), self._bucket)
-        return self._plan.buckets[self._bucket].cycle
+        return self._forced or self._plan.buckets[self._bucket].cycle
 
-    def _draft(self, cycle: Cycle, length: int) -> tuple[list[int], float]:
-        """Drafted tokens and their device time."""
-        if cycle.draft is DraftSource.OFF or length < 1:
-            return [], 0.0
-        if cycle.draft is DraftSource.NGRAM:
-            return self._look_up(cycle, length), self._prices.ngram_us
-        return self._draft_skipping(cycle, length)
+    def _draft(self, cycle: Cycle, depth: int) -> Draft:
+        """Fill a tree no deeper than ``depth``."""
+        tree = TokenTree(self.tokens[-1])
+        if cycle.draft is DraftSource.OFF or depth < 1:
+            return Draft(tree)
+        if cycle.draft is DraftSource.NGRAM and cycle.shape is DraftShape.CHAIN:
+            node = ROOT
+            for token in self._look_up(cycle, depth):
+                node = tree.add(node, token)
+            return Draft(tree, self._prices.ngram_us)
+        drafter = self._drafter(cycle)
+        drafter.begin(self.tokens)
+        eos, context = self._plan.model.tokenizer.eos_ids, len(self.tokens)
+        before = drafter.passes
+        match cycle.shape:
+            case DraftShape.CHAIN:
+                us = fill_chain(tree, drafter, depth, context, eos)
+            case DraftShape.STATIC:
+                template = self._plan.trees[cycle.tree]
+                us = fill_static(tree, template, drafter, depth, context, eos)
+            case DraftShape.ONLINE:
+                growth = self._plan.growths[cycle.tree]
+                us = self._grow(tree, growth, drafter, depth)
+        return Draft(tree, us, drafter.passes - before, drafter)
 
     def _look_up(self, cycle: Cycle, length: int) -> list[int]:
         key = cycle.ngram_min, cycle.ngram_max
@@ -148,43 +196,66 @@ class Decoding:
         index.extend(self.tokens[len(index) :])
         return index.propose(length)
 
-    def _draft_skipping(self, cycle: Cycle, length: int) -> tuple[list[int], float]:
-        """The target under a skip mask, one token a pass (KnapSpec); its rows stay scratch."""
-        cache, prices = self._cache, self._prices
-        eos = self._plan.model.tokenizer.eos_ids
-        at, token = cache.length, self.tokens[-1]
-        draft: list[int] = []
-        price = 0.0
-        cache.reserve(at + length + 1)
-        while True:
-            result = self._target.run_chain([token], at, cache, self._masks[cycle.mask])
-            price += prices.pass_us(PassKind.DRAFT, cycle.mask, 1, at + 1) + prices.cycle_us
-            logits = self._target.logits(result.hidden)
-            token = int(choose(logits, [at + 1], self._sampling)[0])
-            draft.append(token)
-            if len(draft) == length or token in eos:
-                return draft, price
-            cache.write(at, result.keys, result.values, slice(0, 1))
-            at += 1
+    def _drafter(self, cycle: Cycle) -> Drafter:
+        """Who fills the trees of ``cycle``; made once in a generation."""
+        key = cycle.draft, cycle.mask, cycle.ngram_min, cycle.ngram_max
+        if key not in self._drafters:
+            self._drafters[key] = self._new_drafter(cycle)
+        return self._drafters[key]
 
-    def _verify(self, draft: Sequence[int], lone: bool) -> tuple[list[int], float]:
-        """Tokens that the target says follow, appended and committed, and the device time."""
-        cache, rows = self._cache, len(draft) + 1
+    def _new_drafter(self, cycle: Cycle) -> Drafter:
+        plan, prices, sampling = self._plan, self._prices, self._sampling
+        if cycle.draft is DraftSource.NGRAM:
+            return NgramDrafter(cycle.ngram_min, cycle.ngram_max, prices)
+        if cycle.draft is DraftSource.SKIP:
+            active = self._target.active(plan.masks[cycle.mask].skipped)
+            return SkipDrafter(
+                *(self._target, self._cache, active, cycle.mask, sampling, prices), cycle.length
+            )
+        if self._model is None:
+            raise InputError("the plan has no draft model", hint="compile it with --draft")
+        return DraftModelDrafter(*self._model, prices, sampling, plan.model.vocab)
+
+    def _verify(self, draft: Draft, cycle: Cycle) -> tuple[Accepted, float]:
+        """What the target agrees with, its rows committed, and the device time."""
+        tree, cache, rows = draft.tree, self._cache, len(draft.tree)
         start = cache.length
-        width = 1 if lone else commit_width(self._plan.numerics, rows)
-        result = self._target.run_chain([self.tokens[-1], *draft], start, cache, width=width)
-        if lone:
-            self._first_lone = min(self._first_lone, start)
-            logits = self._target.logits(result.hidden)
+        width = 1 if cycle.lone else commit_width(self._plan.numerics, rows)
+        if self._target.attention is AttentionKernel.EXACT:
+            result = self._target.run_tree(tree, start, cache, width)
         else:
-            logits = self._target.logits(result.hidden[: head_rows(self._plan, rows)])[:rows]
-        chosen = choose(logits, range(start + 1, start + 1 + rows), self._sampling).tolist()
-        accepted = 0
-        while accepted < len(draft) and draft[accepted] == chosen[accepted]:
-            accepted += 1
-        cache.commit(result.keys, result.values, slice(0, accepted + 1))
-        added = chosen[: accepted + 1]
-        self.tokens += added
-        kind = PassKind.AR if lone else PassKind.VERIFY
-        price = self._prices.pass_us(kind, 0, rows, start + rows) + self._prices.head_us(rows)
-        return added, price
+            result = self._target.run_chain(tree.tokens, start, cache, width=width)
+        if cycle.lone:
+            self._first_lone = min(self._first_lone, start)
+        along = cycle.head is HeadOrder.PATH and rows > 1
+        positions = [start + depth for depth in tree.depths]
+
+        def next_token(node: NodeId) -> int:
+            at = slice(node, node + 1)
+            return self._next_tokens(result.hidden[at], positions[at], cycle.lone)[0]
+
+        if along:
+            accepted = follow(tree, next_token)
+        else:
+            chosen = self._next_tokens(result.hidden[:rows], positions, cycle.lone)
+            accepted = follow(tree, chosen.__getitem__)
+        path = accepted.path
+        chain = path == list(range(len(path)))
+        kept = slice(0, len(path)) if chain else np.array(path)
+        cache.commit(result.keys, result.values, kept)
+        kind = PassKind.AR if cycle.lone else PassKind.VERIFY
+        head_us = len(path) * self._prices.head_us(1) if along else self._prices.head_us(rows)
+        ahead_us = draft.us + head_us + self._prices.cycle_us
+        where = self._bucket, kind, rows, start + rows
+        return accepted, head_us + self._prices.verify_us(*where, ahead_us)
+
+    def _next_tokens(self, hidden: Array, positions: Sequence[int], alone: bool) -> list[int]:
+        """The target's token after each of the rows ``hidden``, whose tokens are at ``positions``.
+
+        ``w4`` heads run over two rows at least, of which the last is repeated.
+        """
+        rows = len(positions)
+        if not alone and (lacking := head_rows(self._plan, rows) - rows):
+            hidden = np.concatenate([hidden, hidden[-1:].repeat(lacking, axis=0)])
+        logits = self._target.logits(hidden)[:rows]
+        return choose(logits, [at + 1 for at in positions], self._sampling).tolist()

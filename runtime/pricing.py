@@ -24,6 +24,7 @@ class PriceList:
     def __init__(self, tables: CostTables) -> None:
         self._tables = tables
         self._passes = {(table.kind, table.mask): table for table in tables.passes}
+        self._streams = tables.streams
         self.cycle_us = tables.cycle_us
         self.ngram_us = tables.ngram_us
 
@@ -36,6 +37,17 @@ class PriceList:
                 hint="make the plan again with `plan compile`",
             )
         return interpolate(table.contexts, _row(table, width), context)
+
+    def verify_us(
+        self, bucket: int, kind: PassKind, width: int, context: int, ahead_us: float
+    ) -> float:
+        """A pass that commits, without the head; where sub-layers stream, ``ahead_us`` after the
+        end of the one before."""
+        if not self._streams:
+            return self.pass_us(kind, 0, width, context)
+        table = self._streams[bucket]
+        row = table.us[min(bisect.bisect_left(table.widths, width), len(table.us) - 1)]
+        return interpolate(table.ahead_us, row, ahead_us)
 
     def head_us(self, rows: int) -> float:
         """The LM head over ``rows`` rows."""

@@ -12,6 +12,7 @@ from runtime.backends import HIDDEN, HeadSession, LayersSession, PassResult
 from runtime.kv_cache import KvCache
 from runtime.model_spec import ModelSpec
 from runtime.plan import Graph, GraphKind
+from runtime.tree import TokenTree, tree_mask, tree_positions
 
 Array = np.ndarray[Any, Any]
 
@@ -96,6 +97,16 @@ class Target:
             return self._layers.run_in_place(hidden, positions, start, cache, on)
         mask = chain_mask(rows, len(ids), start, cache.capacity)
         return self.run(hidden, positions, mask, cache, on)
+
+    def run_tree(self, tree: TokenTree, start: int, cache: KvCache, width: int) -> PassResult:
+        """All nodes of a token tree with exact attention, the root at position ``start``.
+
+        The pass is ``width`` rows wide; rows behind the tree are padding that nobody looks at.
+        """
+        cache.reserve(start + width)
+        hidden = self.embed([*tree.tokens, *([tree.tokens[-1]] * (width - len(tree)))])
+        mask = tree_mask(tree, start, cache.capacity, width)
+        return self.run(hidden, tree_positions(tree, start, width), mask, cache, self.all_on)
 
     def run_branches(
         self, ids: Sequence[int], positions: Sequence[int], seen: Array, cache: KvCache

@@ -140,3 +140,11 @@ def tree_positions(tree: TokenTree, start: int, width: int) -> Array:
     """Positions [width] of the rows, the root being at ``start``; padding repeats the last."""
     depths = tree.depths + [tree.depths[-1]] * (width - len(tree))
     return start + np.array(depths, np.int64)
+
+
+def nodes_by_depth(tree: TokenTree) -> tuple[int, ...]:
+    """Nodes at depth 1, 2, ..."""
+    counts = [0] * max(tree.depths)
+    for depth in tree.depths[1:]:
+        counts[depth - 1] += 1
+    return tuple(counts)
