@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 from onnx import TensorProto, numpy_helper
 
-from lowering.attention_nodes import fused
+from lowering.attention_nodes import attend, fused, prologue, split_heads
 from lowering.flash_image import rotary_tables
 from lowering.linear_nodes import (
     OFFSET_BLOCK,
@@ -64,6 +64,40 @@ def linear_graph(shape: LinearShape, fmt: Format, repeats: int) -> OperatorGraph
     return _graph(g, inputs, outputs, constants, repeats)
 
 
+def streamed_linear_graph(shape: LinearShape, fmt: Format, repeats: int) -> OperatorGraph:
+    """The same with weights from outside: inputs ``w.i`` [k, n] u8 and ``w.i.scale`` [n] too."""
+    g = Nodes("linear")
+    inputs: list[Any] = []
+    for i in range(repeats):
+        inputs.append(tensor_info(f"x.{i}", ["w", shape.k]))
+        inputs += _weight_inputs(f"w.{i}", shape)
+        g.named(f"y.{i}", "Identity", linear(g, f"x.{i}", f"w.{i}", fmt))
+    outputs = [tensor_info(f"y.{i}", ["w", shape.n]) for i in range(repeats)]
+    return _graph(g, inputs, outputs, linear_constants(fmt), repeats)
+
+
+def streamed_mlp_graph(spec: ModelSpec, fmt: Format) -> OperatorGraph:
+    """One MLP whose weights are inputs: ``hidden`` [w, d] -> ``hidden_out`` [w, d]."""
+    g = Nodes("mlp")
+    both = linear(g, norm(g, "hidden", "norm", spec), "gate_up", fmt)
+    g.named("hidden_out", "Add", "hidden", linear(g, gated(g, both), "down", fmt))
+    inputs = [
+        tensor_info("hidden", ["w", spec.hidden]),
+        tensor_info("norm", [spec.hidden]),
+        *_weight_inputs("gate_up", LinearShape(spec.hidden, 2 * spec.intermediate)),
+        *_weight_inputs("down", LinearShape(spec.intermediate, spec.hidden)),
+    ]
+    outputs = [tensor_info("hidden_out", ["w", spec.hidden])]
+    return _graph(g, inputs, outputs, linear_constants(fmt), 1)
+
+
+def _weight_inputs(name: str, shape: LinearShape) -> list[Any]:
+    return [
+        tensor_info(name, [shape.k, shape.n], TensorProto.UINT8),
+        tensor_info(f"{name}.scale", [shape.n]),
+    ]
+
+
 def _block_linear_graph(shape: LinearShape, bits: int, repeats: int) -> OperatorGraph:
     """The same with weights in blocks; 4-bit ones have an offset, as in most files."""
     g, constants = Nodes("linear"), dict(linear_constants(Format.W4))
@@ -93,22 +127,60 @@ def attention_graph(shape: AttentionShape, context: int, repeats: int) -> Operat
     [w, heads hd]. Positions and slots stay under ``context``.
     """
     spec = probe_spec(attention=shape, layers=repeats)
-    kv, hd, q_dim = spec.kv_heads, spec.head_dim, spec.heads * spec.head_dim
     t = Template(spec, Format.F32, context, AttentionKernel.FUSED)
     g = Nodes("attention")
     constants = t.constants | rotary_tables(spec, context)
-    inputs = [tensor_info("positions", [1, "w"], TensorProto.INT64), *slot_counts()]
-    outputs: list[Any] = []
+    held = [1, spec.kv_heads, "t", spec.head_dim]
     for i in range(repeats):
         rows, k, v = fused(g, f"qkv.{i}", i, t)
         g.named(f"out.{i}", "Identity", rows)
         g.rename(k, f"new_key.{i}")
         g.rename(v, f"new_value.{i}")
+    inputs = [tensor_info("positions", [1, "w"], TensorProto.INT64), *slot_counts()]
+    return _graph(g, *_attention_ports(spec, inputs, held, held), constants, repeats)
+
+
+def exact_attention_graph(shape: AttentionShape, context: int, repeats: int) -> OperatorGraph:
+    """The same in the exact kernel, the past being read only.
+
+    Inputs: ``hidden`` [w, d], of which the width is taken, ``mask`` [w, slots] with
+    slots = t + w, ``positions``, ``qkv.i`` and ``key.i``, ``value.i`` [kv_heads, t, hd]. Outputs:
+    ``out.i``, ``new_key.i`` and ``new_value.i`` [kv_heads, w, hd].
+    """
+    spec = probe_spec(attention=shape, layers=repeats)
+    t = Template(spec, Format.F32, context, AttentionKernel.EXACT)
+    g = Nodes("attention")
+    constants = t.constants | rotary_tables(spec, context)
+    prologue(g)
+    for i in range(repeats):
+        layer = f"layers.{i}"
+        grid = np.full(spec.kv_dim, 2.0**12, np.float32)
+        constants[f"{layer}.value_grid"] = grid
+        constants[f"{layer}.value_ungrid"] = np.resize(1 / grid, spec.heads * spec.head_dim)
+        q, k, v = split_heads(g, f"qkv.{i}", layer, t)
+        g.named(f"out.{i}", "Identity", attend(g, q, k, v, i, t))
+        g.named(f"new_key.{i}", "Identity", k)
+        g.named(f"new_value.{i}", "Identity", v)
+    past, new = ([spec.kv_heads, rows, spec.head_dim] for rows in ("t", "w"))
+    inputs = [
+        tensor_info("hidden", ["w", spec.hidden]),
+        tensor_info("positions", [1, "w"], TensorProto.INT64),
+        tensor_info("mask", ["w", "slots"]),
+    ]
+    return _graph(g, *_attention_ports(spec, inputs, past, new), constants, repeats)
+
+
+def _attention_ports(
+    spec: ModelSpec, inputs: Sequence[Any], past: list[Any], new: list[Any]
+) -> tuple[list[Any], list[Any]]:
+    """``inputs`` and those of each layer, then the outputs."""
+    inputs, outputs, q_dim = list(inputs), list[Any](), spec.heads * spec.head_dim
+    for i in range(spec.layers):
         inputs.append(tensor_info(f"qkv.{i}", ["w", q_dim + 2 * spec.kv_dim]))
-        inputs += [tensor_info(f"{kind}.{i}", [1, kv, "t", hd]) for kind in ("key", "value")]
+        inputs += [tensor_info(f"{kind}.{i}", past) for kind in ("key", "value")]
         outputs.append(tensor_info(f"out.{i}", ["w", q_dim]))
-        outputs += [tensor_info(f"new_{kind}.{i}", [1, kv, "t", hd]) for kind in ("key", "value")]
-    return _graph(g, inputs, outputs, constants, repeats)
+        outputs += [tensor_info(f"new_{kind}.{i}", new) for kind in ("key", "value")]
+    return inputs, outputs
 
 
 def glue_graph(shape: GlueShape, pairs: int) -> OperatorGraph:

@@ -2,45 +2,42 @@
 
 import math
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from lowering.emission import head_tensors, layer_tensors
-from lowering.flash_image import write_weights
 from lowering.linear_nodes import OFFSET_BLOCK
-from lowering.onnx_graphs import head_graph, layers_graph
 from lowering.operator_graphs import (
     OperatorGraph,
     attention_graph,
+    exact_attention_graph,
     glue_graph,
     linear_graph,
     node_chain,
     probe_spec,
+    streamed_linear_graph,
 )
-from lowering.source import PackedTensor, tensor_shapes
-from profiles.measure import Kernel, Stamp, measured
+from planner.host_probe import probe_target
+from planner.operator_session import OperatorSession, WeightPool, content
+from planner.streamed_probe import CALLS, StreamedMlp
+from profiles.measure import Kernel, Stamp, measure_reading_slowdown, measured
 from profiles.points import AttentionShape, GlueShape, LinearShape, Quantity, Shape
-from profiles.words import AttentionKernel, Format, Operator
-from runtime.backends import open_session
+from profiles.words import Format, Operator
 from runtime.kv_cache import KvCache
-from runtime.model_spec import ModelSpec
-from runtime.plan import WEIGHTS_FILE, Artefact, Graph, GraphKind, TensorRef
-from runtime.plan_writer import WeightsWriter
 from runtime.sampling import GREEDY, choose
 from runtime.target import Target
-
-Array = np.ndarray[Any, Any]
 
 CPU = "cpu"
 PASS = "pass"
 """Stands for a processor in what times a whole pass; no such point goes into a profile."""
+
+STREAM = "stream"
+"""Likewise for sub-layers that run in a call of their own."""
 
 PROBE_LAYERS = 8
 PROBE_CONTEXT = 512
@@ -66,6 +63,24 @@ LINEAR = {
 20 to 60 MB a graph, more for the large ones, whose time is that of reading them.
 """
 
+STREAMED = {
+    LinearShape(576, 576): 24,
+    LinearShape(576, 960): 16,
+    LinearShape(1536, 576): 10,
+    LinearShape(576, 3072): 6,
+    LinearShape(2048, 2048): 4,
+    LinearShape(4096, 1024): 4,
+    LinearShape(1024, 4096): 4,
+    LinearShape(8192, 2048): 2,
+    LinearShape(2048, 8192): 2,
+    LinearShape(1536, 17920): 1,
+}
+"""Products whose weights are inputs: the time of a wide matrix and of a tall one differs."""
+
+STREAMED_FORMATS = (Format.W8A16, Format.W8A8)
+STREAM_WIDTHS = (1, 2, 4, 8)
+POOL_BYTES = 2**28
+
 ATTENTION = {AttentionShape(9, 3, 64): 16, AttentionShape(32, 8, 128): 6}
 """Layers of its graph at the shortest context; fewer at longer ones, where a layer reads more."""
 
@@ -73,12 +88,6 @@ CONTEXTS = (128, 512, 2048)
 GLUE = (GlueShape(576), GlueShape(2048))
 
 _LARGE_WEIGHTS = 2**24
-_DTYPES = {
-    "tensor(float)": np.float32,
-    "tensor(int64)": np.int64,
-    "tensor(int32)": np.int32,
-    "tensor(bool)": np.bool_,
-}
 
 
 class Timed(NamedTuple):
@@ -88,74 +97,22 @@ class Timed(NamedTuple):
     repeats: int
 
 
-class OperatorSession:
-    """A session of one operator's graph with bindings by width and context, made once each."""
-
-    def __init__(self, graph: OperatorGraph, threads: int) -> None:
-        # Bindings must go before the session, and attributes go in the order that they came
-        self._bindings: dict[tuple[int, int], Any] = {}
-        self._arrays: dict[object, Array] = {}
-        self.repeats = graph.repeats
-        self._session = open_session(graph.model, {}, threads)
-
-    def run(self, width: int, context: int = 0) -> None:
-        """Run the graph once at ``width`` tokens over ``context`` positions of cache."""
-        bound = self._bindings.get((width, context))
-        if bound is None:
-            bound = self._bindings[width, context] = self._bind(width, context)
-        self._session.run_with_iobinding(bound)
-
-    def close(self) -> None:
-        """Release the bindings, then the session."""
-        self._bindings.clear()
-        del self._session
-
-    def _bind(self, width: int, context: int) -> Any:
-        sizes = {"w": width, "t": context}
-        bound = self._session.io_binding()
-        for place in self._session.get_inputs():
-            array = self._array(place, sizes, "in")
-            bound.bind_input(place.name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
-        for place in self._session.get_outputs():
-            past = self._arrays.get((place.name.removeprefix("new_"), context))
-            array = self._array(place, sizes, "out") if past is None else past
-            bound.bind_output(place.name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
-        return bound
-
-    def _array(self, place: Any, sizes: dict[str, int], side: str) -> Array:
-        """One buffer for all repeats, as an arena gives; but every layer has a past of its own."""
-        shape = tuple(sizes[size] if isinstance(size, str) else int(size) for size in place.shape)
-        dtype = np.dtype(_DTYPES[place.type])
-        counts = {"slots": sizes["t"], "last_slot": sizes["t"] - 1}
-        of_past = place.name in counts or place.name.startswith(("key.", "value."))
-        own = (place.name, sizes["t"]) if of_past else (side, place.type, shape)
-        if own not in self._arrays:
-            count = counts.get(place.name)
-            filled = _content(shape, dtype) if count is None else np.full(shape, count, dtype)
-            self._arrays[own] = filled
-        return self._arrays[own]
-
-
-def _content(shape: Sequence[int], dtype: np.dtype[Any]) -> Array:
-    if dtype == np.bool_:
-        return np.ones(shape, dtype)
-    if dtype == np.int64:
-        return np.arange(math.prod(shape)).reshape(shape)
-    return np.resize(np.random.default_rng(0).standard_normal(4096, np.float32), shape)
-
-
 @contextmanager
 def host_kernels(threads: int) -> Generator[list[Timed]]:
     """All kernels of this machine; their sessions live as long as the ``with`` block."""
     with ExitStack() as stack:
+        pool = WeightPool(POOL_BYTES)
 
         def opened(graph: OperatorGraph) -> OperatorSession:
-            session = OperatorSession(graph, threads)
+            session = OperatorSession(graph, threads, pool)
             stack.callback(session.close)
             return session
 
-        kernels = [*_linear(opened), *_attention(opened), *_glue(opened)]
-        yield [*kernels, *_passes(stack.enter_context(probe_target(PROBE, threads)))]
+        kernels = [*_linear(opened), *_streamed(opened), *_attention(opened), *_glue(opened)]
+        mlp = StreamedMlp(PROBE, Format.W8A16, threads, pool)
+        stack.callback(mlp.close)
+        passes = _passes(stack.enter_context(probe_target(PROBE, threads)))
+        yield [*kernels, *passes, *_stream_calls(mlp)]
 
 
 _Open = Callable[[OperatorGraph], OperatorSession]
@@ -201,15 +158,28 @@ def _linear_widths(shape: LinearShape, fmt: Format) -> tuple[int, ...]:
     return WIDTHS if shape.k * shape.n < _LARGE_WEIGHTS else FEWER_WIDTHS[:-1]
 
 
-def _attention(opened: _Open) -> Iterator[Timed]:
-    for shape, most in ATTENTION.items():
-        for context in CONTEXTS:
-            # never one alone: the first in a run finds its code cold, which is the pass's cost
-            layers = max(2, round(most * math.sqrt(min(CONTEXTS) / context)))
-            session = opened(attention_graph(shape, 2 * max(CONTEXTS), layers))
+def _streamed(opened: _Open) -> Iterator[Timed]:
+    for fmt in STREAMED_FORMATS:
+        for shape, repeats in STREAMED.items():
+            session = opened(streamed_linear_graph(shape, fmt, repeats))
             for width in FEWER_WIDTHS:
-                if shape.heads * width * context <= 2**20 + 2**18:
-                    yield _timed(session, Operator.ATTENTION, Format.F32, shape, width, context)
+                yield _timed(session, Operator.STREAMED_LINEAR, fmt, shape, width)
+
+
+def _attention(opened: _Open) -> Iterator[Timed]:
+    kernels = (
+        (Operator.ATTENTION, attention_graph),
+        (Operator.EXACT_ATTENTION, exact_attention_graph),
+    )
+    for operator, graph in kernels:
+        for shape, most in ATTENTION.items():
+            for context in CONTEXTS:
+                # never one alone: the first in a run finds its code cold, the pass's cost
+                layers = max(2, round(most * math.sqrt(min(CONTEXTS) / context)))
+                session = opened(graph(shape, 2 * max(CONTEXTS), layers))
+                for width in FEWER_WIDTHS:
+                    if shape.heads * width * context <= 2**20 + 2**18:
+                        yield _timed(session, operator, Format.F32, shape, width, context)
 
 
 def _glue(opened: _Open) -> Iterator[Timed]:
@@ -223,7 +193,7 @@ def _passes(target: Target) -> Iterator[Timed]:
     """Whole passes of ``PROBE``, all on and (context 0) all off."""
     spec = target.spec
     cache = KvCache(spec, PROBE_CONTEXT, PROBE_CONTEXT)
-    cache.keys[:], cache.values[:] = (_content(cache.keys.shape, cache.keys.dtype) for _ in "kv")
+    cache.keys[:], cache.values[:] = (content(cache.keys.shape, cache.keys.dtype) for _ in "kv")
     off = ~target.all_on
     for context, active in ((PROBE_CONTEXT, target.all_on), (0, off)):
         for width in FEWER_WIDTHS[:-1]:
@@ -241,71 +211,17 @@ def _passes(target: Target) -> Iterator[Timed]:
             yield Timed(kernel, 1)
 
 
-class _RandomSource:
-    """Weights of the right shapes and sizes for a model that only has to be timed."""
-
-    def __init__(self, spec: ModelSpec) -> None:
-        self.spec = spec
-        self._shapes = tensor_shapes(spec)
-        self._noise = np.random.default_rng(0).standard_normal(65_521, np.float32)
-
-    def tensor(self, name: str) -> Array:
-        shape = self._shapes[name]
-        if len(shape) == 1:
-            return np.ones(shape, np.float32)
-        return np.resize(self._noise, shape) / np.float32(math.sqrt(shape[1]))
-
-    def rows(self, name: str, first: int, end: int) -> Array:
-        return self.tensor(name)[first:end]
-
-    def packed(self, name: str) -> PackedTensor | None:
-        del name
-        return None
-
-    def tokenizer_json(self) -> str:
-        return "{}"
-
-
-class _Kept:
-    """Writes tensors to the plan's file and keeps them at hand, as a loaded plan would."""
-
-    def __init__(self, writer: WeightsWriter) -> None:
-        self._writer = writer
-        self.arrays: dict[str, Array] = {}
-
-    def add(self, name: str, array: Array) -> TensorRef:
-        self.arrays[name] = array
-        return self._writer.add(name, array)
-
-
-@contextmanager
-def probe_target(spec: ModelSpec, threads: int, fmt: Format = Format.W8A16) -> Generator[Target]:
-    """A model of random weights, emitted and opened as a plan's is."""
-    with TemporaryDirectory(prefix="fulcrum-") as name:
-        folder, context = Path(name), min(spec.max_context, 2048)
-        with WeightsWriter(folder / WEIGHTS_FILE) as writer:
-            kept = _Kept(writer)
-            refs = write_weights(_RandomSource(spec), fmt, context, kept)
-        fused = AttentionKernel.FUSED
-        of_head, of_layers = head_tensors(refs), layer_tensors(refs, fused)
-        emitted = (
-            (GraphKind.LAYERS, of_layers, layers_graph(spec, fmt, context, fused, of_layers)),
-            (GraphKind.HEAD, of_head, head_graph(spec, fmt, of_head)),
+def _stream_calls(mlp: StreamedMlp) -> Iterator[Timed]:
+    for width in STREAM_WIDTHS:
+        kernel = Kernel(
+            processor=STREAM,
+            operator=Operator.GLUE,
+            format=Format.W8A16,
+            shape=GlueShape(PROBE.hidden),
+            width=width,
+            run=partial(mlp.run, width),
         )
-        graphs = [_written(folder, kind, used, model) for kind, used, model in emitted]
-        target = Target(folder, spec, graphs, kept.arrays, threads, fused)
-        try:
-            yield target
-        finally:
-            target.close()
-
-
-def _written(folder: Path, kind: GraphKind, used: Sequence[TensorRef], model: Any) -> Graph:
-    data = model.SerializeToString(deterministic=True)
-    # beside the weights, where onnxruntime looks for them
-    (folder / f"{kind}.onnx").write_bytes(data)
-    artefact = Artefact(f"{kind}.onnx", len(data), "0" * 64)
-    return Graph(kind, artefact, tuple(ref.name for ref in used))
+        yield Timed(kernel, CALLS)
 
 
 def cycle_time(stamp: Stamp, threads: int, repeats: int = 60) -> Quantity:
@@ -317,7 +233,7 @@ def cycle_time(stamp: Stamp, threads: int, repeats: int = 60) -> Quantity:
     with probe_target(spec, threads) as target:
         cache = KvCache(spec, 256, 256)
         off = ~target.all_on
-        logits = _content((1, spec.vocab), np.dtype(np.float32))
+        logits = content((1, spec.vocab), np.dtype(np.float32))
         samples: list[float] = []
         for turn in range(repeats + 3):
             start = time.perf_counter()
@@ -327,6 +243,24 @@ def cycle_time(stamp: Stamp, threads: int, repeats: int = 60) -> Quantity:
             cache.commit(result.keys, result.values, slice(0, 1))
             samples.append((time.perf_counter() - start) * 1e6)
         return measured(samples[3:], stamp)
+
+
+def reading_slowdown(
+    stamp: Stamp, threads: int, folder: Path, block_bytes: int, budget_s: float
+) -> Quantity:
+    """How many times longer streamed sub-layers take while the reader works beside them."""
+    mlp = StreamedMlp(PROBE, Format.W8A16, threads, WeightPool(POOL_BYTES))
+
+    def work() -> None:
+        for _ in range(4):
+            mlp.run(4)
+
+    try:
+        return measure_reading_slowdown(
+            folder, work, block_bytes=block_bytes, budget_s=budget_s, stamp=stamp
+        )
+    finally:
+        mlp.close()
 
 
 def launch_time(stamp: Stamp, threads: int, nodes: int = 256, repeats: int = 30) -> Quantity:

@@ -1,4 +1,4 @@
-"""The profile of this machine: measured once in under a minute, then kept in the cache."""
+"""The profile of this machine: measured once in little over a minute, then kept in the cache."""
 
 import logging
 import platform
@@ -42,15 +42,17 @@ NAME = "host"
 CPU = "cpu"
 MAX_WIDTH = 512
 MOST_BUDGET_BYTES = 8 * 2**30
-BLOCK_BYTES = (2**12, 2**16, 2**20, 2**22)
+BLOCK_BYTES = (2**12, 2**16, 2**18, 2**20, 2**22)
+READER_BYTES = 2**20
 
 BUSY_SPREAD = 0.25
 """Spread of a typical point above which the measurement is called disturbed."""
 
-METHOD = "operators of emitted graphs, repeated over distinct weights; method 2"
+METHOD = "operators of emitted graphs, repeated over distinct weights; method 3"
 """Told in every citation; a cached profile of another method is measured again."""
 
 _STORAGE_S = 3.0
+_BESIDE_S = 2.0
 _CLOSING_S = 2.0
 _log = logging.getLogger(__name__)
 
@@ -68,6 +70,8 @@ class Findings(msgspec.Struct, frozen=True, kw_only=True):
     launch_us: Quantity
     sync_us: Quantity
     cycle_us: Quantity
+    stream_call_us: Quantity | None = None
+    reading_slowdown: Quantity | None = None
 
 
 Measure = Callable[[Stamp, int, float, ReportProgress | None], Findings]
@@ -78,7 +82,7 @@ def host_profile(
     path: Path | None = None,
     refresh: bool = False,
     progress: ReportProgress | None = None,
-    budget_s: float = 45,
+    budget_s: float = 70,
     *,
     threads: int | None = None,
     measure: Measure | None = None,
@@ -143,6 +147,7 @@ def measure_host(
     """Measure everything in about ``budget_s`` seconds, kernels with what the rest leaves."""
     # onnx and onnxruntime load slowly, and a kept profile needs neither
     from planner import host_kernels as host
+    from planner.streamed_probe import call_time as stream_call_time
 
     start = time.perf_counter()
     reads = measure_storage(
@@ -151,6 +156,7 @@ def measure_host(
     bandwidth = host.memory_bandwidth(stamp, threads)
     launch, call = host.launch_time(stamp, threads), host.call_time(stamp, threads)
     cycle = host.cycle_time(stamp, threads)
+    slowdown = host.reading_slowdown(stamp, threads, cache_folder(), READER_BYTES, _BESIDE_S)
     with host.host_kernels(threads) as timed:
         left_s = budget_s - _CLOSING_S - (time.perf_counter() - start)
         kernels = [entry.kernel for entry in timed]
@@ -167,13 +173,17 @@ def measure_host(
     ]
     whole = [point for point in each if point.processor == host.PASS]
     alone = [point for point in each if point.processor == CPU]
+    calls = [point for point in each if point.processor == host.STREAM]
+    operators = with_remainder(alone, whole, host.PROBE)
     return Findings(
-        points=with_remainder(alone, whole, host.PROBE),
+        points=operators,
         reads=reads,
         bandwidth_bytes_per_s=bandwidth,
         launch_us=launch,
         sync_us=call,
         cycle_us=cycle,
+        stream_call_us=stream_call_time(operators, calls, host.PROBE),
+        reading_slowdown=slowdown,
     )
 
 
@@ -224,7 +234,7 @@ def assemble(findings: Findings, threads: int) -> DeviceProfile:
             ),
             bandwidth_bytes_per_s=bandwidth,
         ),
-        storage=Storage(findings.reads),
+        storage=Storage(findings.reads, findings.reading_slowdown),
         thermal={
             "cold": _derived(1, "the state that it was measured in"),
             "hot": Quantity(
@@ -238,6 +248,12 @@ def assemble(findings: Findings, threads: int) -> DeviceProfile:
 
 def _processor(findings: Findings, threads: int) -> Processor:
     peaks = _peaks(findings.points)
+    supports = {Operator.LINEAR: dict.fromkeys(peaks)}
+    supports |= {
+        weightless: {Format.F32: None} for weightless in (Operator.ATTENTION, Operator.GLUE)
+    }
+    for point in findings.points:
+        supports.setdefault(point.operator, {})[point.format] = None
     if Format.F32 not in peaks or Format.W8A16 not in peaks:
         raise InputError(
             "too little was measured in time",
@@ -253,12 +269,9 @@ def _processor(findings: Findings, threads: int) -> Processor:
         max_width=MAX_WIDTH,
         launch_us=findings.launch_us,
         sync_us=findings.sync_us,
+        stream_call_us=findings.stream_call_us,
         bandwidth_bytes_per_s=findings.bandwidth_bytes_per_s,
-        supports={
-            Operator.LINEAR: tuple(peaks),
-            Operator.ATTENTION: (Format.F32,),
-            Operator.GLUE: (Format.F32,),
-        },
+        supports={operator: tuple(formats) for operator, formats in supports.items()},
         peak_ops_per_s=peaks,
     )
 
@@ -267,7 +280,7 @@ def _peaks(points: Sequence[Point]) -> dict[Format, Quantity]:
     """By format the best rate of its widest products; a multiply-add is two operations."""
     best: dict[Format, tuple[int, float]] = {}
     for point in points:
-        if isinstance(point.shape, LinearShape):
+        if point.operator is Operator.LINEAR and isinstance(point.shape, LinearShape):
             rows = point.width * ROWS_PER_TOKEN[point.format]
             rate = 2 * point.shape.k * point.shape.n * rows / point.time_us.value * 1e6
             best[point.format] = max(best.get(point.format, (0, 0.0)), (point.width, rate))

@@ -6,6 +6,7 @@ kernels are interleaved, so that a machine that slows down half-way slows all of
 
 import contextlib
 import datetime
+import itertools
 import math
 import mmap
 import os
@@ -13,6 +14,7 @@ import platform
 import random
 import shutil
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
@@ -166,6 +168,37 @@ def measure_storage(
         StorageRead(size, pattern, scratch.direct, measured(samples, stamp))
         for (size, pattern), samples in zip(settings, rates, strict=True)
     )
+
+
+def measure_reading_slowdown(
+    folder: str | os.PathLike[str],
+    work: Callable[[], object],
+    *,
+    block_bytes: int,
+    budget_s: float,
+    stamp: Stamp,
+    file_bytes: int = 2**27,
+    clock: Clock = time.perf_counter,
+) -> Quantity:
+    """How many times longer ``work`` takes while a thread reads blocks from ``folder`` beside it.
+
+    The thread reads as ``measure_storage`` does, without a pause. Never under 1.
+    """
+    ratios: list[float] = []
+    start = clock()
+    with _scratch_file(Path(folder), block_bytes, file_bytes, lambda: True) as scratch:
+        work()
+        while len(ratios) < MIN_REPEATS or clock() - start < budget_s:
+            alone = clock()
+            work()
+            alone_s = clock() - alone
+            with _reading(scratch, block_bytes):
+                beside = clock()
+                work()
+                beside_s = clock() - beside
+            ratios.append(beside_s / max(alone_s, 1e-9))
+    found = measured(ratios, stamp)
+    return msgspec.structs.replace(found, value=max(1.0, found.value))
 
 
 def measure_memory_bandwidth(
@@ -327,3 +360,24 @@ def _read_rate(scratch: _Scratch, size: int, offsets: Sequence[int], clock: Cloc
             if os.preadv(scratch.handle, [block], offset) != size:
                 raise OSError(f"short read of {size} bytes at {offset}")
         return size * len(offsets) / max(clock() - start, 1e-9)
+
+
+@contextlib.contextmanager
+def _reading(scratch: _Scratch, size: int) -> Generator[None]:
+    """A thread that reads ``scratch`` from end to end, again and again, in the ``with`` block."""
+    stop = threading.Event()
+
+    def read() -> None:
+        with mmap.mmap(-1, size) as block:
+            for offset in itertools.cycle(range(0, scratch.size_bytes - size + 1, size)):
+                if stop.is_set():
+                    return
+                os.preadv(scratch.handle, [block], offset)
+
+    thread = threading.Thread(target=read, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
