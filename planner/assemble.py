@@ -88,7 +88,7 @@ def assemble(
             for index, (choice, bucket) in enumerate(zip(decided.choices, buckets, strict=True))
             for placement in placements(times, index, choice, bucket.cycle, chunk)
         ),
-        tables=cost_tables(times, masks, context),
+        tables=cost_tables(times, masks, context, [c.range.middle for c in decided.choices]),
         graphs=emission.graphs,
         weights=emission.weights,
         tensors=emission.tensors,

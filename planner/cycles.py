@@ -6,7 +6,6 @@ acceptance at every depth and a verify pass whose cost does not grow; here both 
 """
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 import msgspec
 
@@ -53,7 +52,7 @@ class Option(msgspec.Struct, frozen=True):
         return 1e6 * self.tokens / self.us
 
 
-class Replayed(NamedTuple):
+class Replayed(msgspec.Struct, frozen=True):
     """Cycles of one kind that a draft made on known text."""
 
     levels: tuple[int, ...]

@@ -16,10 +16,11 @@ from profiles.errors import InputError
 from profiles.words import AttentionKernel, Format, NodeId
 from runtime.draft_model import DraftModelDrafter, DraftRows
 from runtime.drafting import Drafter, NgramDrafter, SkipDrafter, fill_chain, fill_static
+from runtime.feedback import Feedback
+from runtime.growth import Grown, grow
 from runtime.kv_cache import KvCache
 from runtime.ngram import NgramIndex
 from runtime.plan import ExecutionPlan
-from runtime.growth import Feedback
 from runtime.plan_cycles import Cycle, DraftShape, DraftSource, HeadOrder, NumericsClass
 from runtime.plan_tables import PassKind
 from runtime.pricing import PriceList
@@ -69,6 +70,9 @@ class Draft(NamedTuple):
     passes: int = 0
     drafter: Drafter | None = None
     """Who has to hear what became of it."""
+    whole: TokenTree | None = None
+    """What was drafted, where only a part of it is worth verifying."""
+    grown: Grown | None = None
 
 
 class Decoding:
@@ -100,7 +104,8 @@ class Decoding:
         self._prices = PriceList(plan.tables)
         self._drafters: dict[tuple[object, ...], Drafter] = {}
         self._ngrams: dict[tuple[int, int], NgramIndex] = {}
-        self._feedback = Feedback()
+        self._feedback: dict[int, Feedback] = {}
+        """By envelope."""
 
     def reusable(self) -> list[int]:
         """Tokens whose rows the cache holds as any later generation would compute them."""
@@ -142,8 +147,7 @@ class Decoding:
         draft = self._draft(cycle, depth)
         drafted = time.perf_counter()
         accepted, price = self._verify(draft, cycle)
-        if draft.drafter is not None:
-            draft.drafter.accept(draft.tree, accepted.path)
+        self._tell(draft, cycle, accepted.path)
         self.tokens += accepted.tokens
         return FinishedCycle(
             drafted=len(draft.tree) - 1,
@@ -186,9 +190,32 @@ class Decoding:
                 template = self._plan.trees[cycle.tree]
                 us = fill_static(tree, template, drafter, depth, context, eos)
             case DraftShape.ONLINE:
-                growth = self._plan.growths[cycle.tree]
-                us = self._grow(tree, growth, drafter, depth)
+                grown = self._grow(tree, cycle, drafter, depth)
+                passes = drafter.passes - before
+                return Draft(grown.verified, grown.draft_us, passes, drafter, tree, grown)
         return Draft(tree, us, drafter.passes - before, drafter)
+
+    def _grow(self, tree: TokenTree, cycle: Cycle, drafter: Drafter, depth: int) -> Grown:
+        growth, context = self._plan.growths[cycle.tree], len(self.tokens)
+        return grow(
+            *(tree, growth, drafter),
+            self._prices.cycle(self._bucket, context, cycle.head),
+            self._feedback.setdefault(cycle.tree, Feedback(growth)),
+            room_depth=depth,
+            context=context,
+            ends=self._plan.model.tokenizer.eos_ids,
+        )
+
+    def _tell(self, draft: Draft, cycle: Cycle, path: Sequence[NodeId]) -> None:
+        """Let those who drafted know what the target agreed with."""
+        if draft.drafter is None:
+            return
+        if draft.grown is None or draft.whole is None:
+            draft.drafter.accept(draft.tree, path)
+            return
+        nodes, ranks, chances = draft.grown.nodes, draft.grown.ranks, draft.grown.chances
+        draft.drafter.accept(draft.whole, [nodes[at] for at in path])
+        self._feedback[cycle.tree].observe(draft.tree, ranks, chances, path)
 
     def _look_up(self, cycle: Cycle, length: int) -> list[int]:
         key = cycle.ngram_min, cycle.ngram_max

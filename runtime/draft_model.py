@@ -65,6 +65,7 @@ class DraftModelDrafter:
         self._prices = prices
         self._sampling = sampling
         self._vocab = vocab
+        self.passes = 0
         self._root = 0
         """Position of the root."""
         self._missing: list[int] = []
@@ -81,6 +82,7 @@ class DraftModelDrafter:
             start = len(rows.tokens)
             ids = tokens[start : start + min(CHUNK_ROWS, left)]
             result = self._model.run_chain(self._known(ids), start, rows.cache)
+            self.passes += 1
             rows.cache.commit(result.keys, result.values, slice(0, len(ids)))
             rows.tokens += ids
         self._missing = list(tokens[len(rows.tokens) : -1])
@@ -106,6 +108,7 @@ class DraftModelDrafter:
         depths = [*range(-before, 0), *(tree.depths[node] for node in nodes)]
         at = [self._root + depth for depth in depths]
         result = self._model.run_branches(self._known(ids), at, seen, rows.cache)
+        self.passes += 1
         if nodes[0] == ROOT:
             rows.tokens += ids[: before + 1]
             self._missing = []
@@ -133,8 +136,9 @@ class DraftModelDrafter:
         self._path = {}
 
     def price_us(self, rows: int, context: int) -> float:
-        """Device time of a pass over ``rows`` nodes, the head included."""
-        return self._prices.pass_us(PassKind.PROPOSE, 0, rows, context)
+        """Device time of a pass over ``rows`` nodes, its head and its constant included."""
+        prices = self._prices
+        return prices.pass_us(PassKind.PROPOSE, 0, rows, context) + prices.cycle_us
 
     def _known(self, ids: Sequence[int]) -> Sequence[int]:
         """``ids`` as the draft model's table has them."""

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
-from profiles.words import NodeId
+from profiles.words import AttentionKernel, NodeId
 from runtime.kv_cache import KvCache
 from runtime.ngram import NgramIndex
 from runtime.plan_cycles import TreeTemplate
@@ -24,6 +24,9 @@ __all__ = ["Candidates", "Drafter", "NgramDrafter", "SkipDrafter", "fill_chain",
 
 class Drafter(Protocol):
     """Proposes tokens for the nodes of one tree at a time: ``begin``, ``expand``, ``accept``."""
+
+    passes: int
+    """Of a model, so far; look-ups have none."""
 
     def begin(self, tokens: Sequence[int], /) -> None:
         """Start a draft after these committed tokens, whatever was committed since the last one.
@@ -66,6 +69,7 @@ class NgramDrafter:
         probabilities: Sequence[float] = (1.0, 0.0),
     ) -> None:
         """``probabilities`` are what is said of a candidate by rank; the last one repeats."""
+        self.passes = 0
         self._index = NgramIndex(ngram_min, ngram_max)
         self._prices = prices
         self._probabilities = tuple(probabilities)
@@ -92,7 +96,7 @@ class NgramDrafter:
 
 
 class SkipDrafter:
-    """The target under a skip mask, with exact attention (KnapSpec).
+    """The target under a skip mask (KnapSpec); trees need exact attention, chains do not.
 
     Rows of expanded nodes are scratch behind the target's cursor; nothing of them is kept.
     """
@@ -109,6 +113,7 @@ class SkipDrafter:
     ) -> None:
         """``active`` are the switches of the plan's skip mask number ``mask``; of ``most_nodes``
         nodes at most a tree is expanded."""
+        self.passes = 0
         self._target = target
         self._cache = cache
         self._active = active
@@ -129,6 +134,21 @@ class SkipDrafter:
 
     def expand(self, tree: TokenTree, nodes: Sequence[NodeId], count: int) -> list[Candidates]:
         """One pass over ``nodes``."""
+        self.passes += 1
+        start = self._cache.length
+        if self._target.attention is AttentionKernel.EXACT:
+            hidden = self._expand(tree, nodes)
+        else:
+            # Of a chain: in place, the rows before it being those of its ancestors
+            at, token = start + tree.depths[nodes[0]], tree.tokens[nodes[0]]
+            hidden = self._target.run_chain([token], at, self._cache, self._active).hidden
+        logits = self._target.logits(hidden)
+        return [
+            ranked(row, start + tree.depths[node] + 1, self._sampling, count)
+            for row, node in zip(logits, nodes, strict=True)
+        ]
+
+    def _expand(self, tree: TokenTree, nodes: Sequence[NodeId]) -> Array:
         cache, width = self._cache, len(nodes)
         start, first = cache.length, cache.length + len(self._slots)
         above = [[self._slots[at] for at in tree.path(node)[:-1]] for node in nodes]
@@ -138,11 +158,7 @@ class SkipDrafter:
         result = self._target.run(hidden, positions, mask, cache, self._active)
         cache.write(first, result.keys, result.values, slice(0, width))
         self._slots |= {node: first + row for row, node in enumerate(nodes)}
-        logits = self._target.logits(result.hidden)
-        return [
-            ranked(row, start + tree.depths[node] + 1, self._sampling, count)
-            for row, node in zip(logits, nodes, strict=True)
-        ]
+        return result.hidden
 
     def accept(self, _tree: TokenTree, _path: Sequence[NodeId], /) -> None:
         """Drop all rows: the target has computed its own."""

@@ -2,8 +2,10 @@
 
 import bisect
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from profiles.errors import IncompatibleError
+from runtime.plan_cycles import HeadOrder
 from runtime.plan_tables import CostTables, PassKind, PassTable
 
 
@@ -49,9 +51,46 @@ class PriceList:
         row = table.us[min(bisect.bisect_left(table.widths, width), len(table.us) - 1)]
         return interpolate(table.ahead_us, row, ahead_us)
 
+    def cycle(self, bucket: int, context: int, head: HeadOrder) -> "CycleTimes":
+        """What a cycle takes besides drafting, for ``runtime.growth``."""
+        return CycleTimes(self, bucket, context, head)
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """Widths of verify passes that the tables list."""
+        if self._streams:
+            return self._streams[0].widths
+        return self._passes[PassKind.VERIFY, 0].widths
+
     def head_us(self, rows: int) -> float:
         """The LM head over ``rows`` rows."""
         return interpolate(self._tables.head_widths, self._tables.head_us, rows)
+
+
+class CycleTimes(NamedTuple):
+    """``runtime.growth.Times`` of one bucket at one context."""
+
+    prices: PriceList
+    bucket: int
+    context: int
+    head: HeadOrder
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """Widths up to which a verify pass costs the same."""
+        return self.prices.steps
+
+    def verify_us(self, rows: int, ahead_us: float, /) -> float:
+        """The verify pass with its head and the constant of a cycle.
+
+        Along the path the head is taken to run over half of the rows: no one knows yet.
+        """
+        prices = self.prices
+        along = self.head is HeadOrder.PATH
+        rest = prices.head_us(1) * (rows + 1) / 2 if along else prices.head_us(rows)
+        rest += prices.cycle_us
+        where = self.bucket, PassKind.VERIFY, rows, self.context + rows
+        return rest + prices.verify_us(*where, ahead_us + rest)
 
 
 def _row(table: PassTable, width: int) -> Sequence[float]:

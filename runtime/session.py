@@ -12,6 +12,7 @@ import msgspec
 from profiles.errors import FulcrumError, IncompatibleError, InputError
 from profiles.measure import cpu_description, usable_cores
 from runtime.cycle import Decoding, commit_width, head_rows
+from runtime.draft_model import DraftRows, open_draft
 from runtime.ending import Ending, FinishReason
 from runtime.graph_checks import check_graphs, reported_failures
 from runtime.kv_cache import KvCache
@@ -70,6 +71,7 @@ class Session:
             threads=threads or min(plan.device.threads, usable_cores()),
             attention=plan.numerics[0].attention,
         )
+        self._draft = self._open_draft(threads or min(plan.device.threads, usable_cores()))
         limit = plan.context + WIDEST_PASS
         self._cache = KvCache(plan.model, plan.kv.growth_tokens, limit)
         self._latest: Decoding | None = None
@@ -89,10 +91,19 @@ class Session:
     ) -> None:
         self.close()
 
+    def _open_draft(self, threads: int) -> tuple[Target, DraftRows] | None:
+        """The draft model's sessions and its keys and values, if the plan has one."""
+        draft = self.plan.draft
+        if draft is None:
+            return None
+        return open_draft(self.folder, draft, threads), DraftRows(draft, self.plan.context)
+
     def close(self) -> None:
         """Release the sessions; a second call does nothing."""
         self._closed = True
         self._target.close()
+        if self._draft is not None:
+            self._draft[0].close()
 
     def generate(
         self,
@@ -157,7 +168,8 @@ class Session:
         self.last = None
         stats = Stats(prompt_tokens=len(prompt))
         run = Decoding(
-            *(self.plan, self._target, self._cache, prompt), request.sampling, request.cycle
+            *(self.plan, self._target, self._cache, prompt),
+            *(request.sampling, request.cycle, self._draft),
         )
         began = time.perf_counter()
         stats.reused_tokens = self._prefill(run, request.progress)

@@ -24,12 +24,13 @@ from tiny_models import GQA, MHA, UNTIED, VOCAB, WIDE_HEADS
 
 from lowering.decoder import Decoder
 from profiles.words import AttentionKernel, Format
-from runtime.cycle import Decoding, bucket_at, commit_width
+from runtime.cycle import Decoding, Draft, bucket_at, commit_width
 from runtime.kv_cache import KvCache
 from runtime.plan_cycles import ALONE, OFF, Cycle, DraftSource
 from runtime.plan_types import WIDEST_PASS
 from runtime.sampling import GREEDY, Sampling
 from runtime.session import FinishReason, Generation, Session
+from runtime.tree import ROOT, TokenTree
 
 SHAPES = {"gqa": GQA, "mha": MHA, "untied": UNTIED, "wide_heads": WIDE_HEADS}
 # Mask 1 is often right, mask 2 now and then, mask 3 leaves nothing but the embedding
@@ -254,9 +255,16 @@ def test_after_every_cycle_the_cache_is_bit_equal_to_plain_decodings(
             assert fast.bits() == plain.bits()
 
 
-def draft_of(tokens: Sequence[int]) -> Callable[..., tuple[list[int], float]]:
+def draft_of(tokens: Sequence[int]) -> Callable[..., Draft]:
     """A replacement of ``Decoding._draft`` that drafts what is given."""
-    return lambda _run, _cycle, length: (list(tokens[:length]), 0.0)
+
+    def draft(run: Decoding, _cycle: Cycle, length: int) -> Draft:
+        tree, node = TokenTree(run.tokens[-1]), ROOT
+        for token in tokens[:length]:
+            node = tree.add(node, token)
+        return Draft(tree)
+
+    return draft
 
 
 @pytest.mark.parametrize("fmt", FORMATS)

@@ -88,7 +88,7 @@ def test_the_decision_names_winner_runner_up_and_what_would_flip_it() -> None:
 
 
 def test_tables_price_what_was_priced() -> None:
-    tables = cost_tables(TIMES, [(), MASK], 1024)
+    tables = cost_tables(TIMES, [(), MASK], 1024, [512])
     prices = PriceList(tables)
     for context in context_grid(1024):
         for rows in (1, 4, 7, 16):

@@ -12,17 +12,14 @@ from onnx import numpy_helper
 from lowering.operator_graphs import (
     OperatorGraph,
     attention_graph,
-    exact_attention_graph,
     glue_graph,
     linear_graph,
     node_chain,
     probe_spec,
-    streamed_linear_graph,
-    streamed_mlp_graph,
 )
 from lowering.quantize import linear_reference
 from planner.host_probe import probe_target
-from planner.operator_session import OperatorSession, WeightPool
+from planner.operator_session import OperatorSession
 from profiles.points import AttentionShape, GlueShape, LinearShape
 from profiles.words import Format
 from runtime.backends import open_session
