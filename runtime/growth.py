@@ -1,4 +1,4 @@
-"""Online growth of a token tree: what the draft holds for likely, while it pays (Lever, Alg. 1).
+"""Online growth of a token tree by what the draft holds for likely (Lever, Alg. 1).
 
 A node's reach is the probability that the target's path comes through it: its parent's reach times
 its own calibrated chance. G = 1 + the sum of the reaches is what a cycle is expected to commit, C
@@ -22,8 +22,9 @@ from runtime.plan_cycles import Growth
 from runtime.sampling import Candidates
 from runtime.tree import ROOT, TokenTree
 
-HORIZON = 4
-"""Passes that are thought ahead: the children of one need not fill the next width step."""
+HORIZON = 8
+"""Expanded nodes that are thought ahead, but two passes at least: the children of one node need not
+fill the next width step."""
 RISE = 1 + 1e-9
 """What G / C has to rise by, lest rounding decide."""
 
@@ -206,12 +207,12 @@ class _Growing:
         return at, best
 
     def _promise(self, count: int, drafter: Drafter, context: int) -> float:
-        """Best G / C within a few passes of ``count`` nodes, if each finds what is usual."""
+        """Best G / C within the horizon in passes of ``count`` nodes that find what is usual."""
         usual = self._usual()
         reaches = [node.reach for node in self._known]
         frontier = [(node.reach, node.depth) for node in self._frontier]
         us, best = self.draft_us, 0.0
-        for _ in range(HORIZON):
+        for _ in range(max(HORIZON // count, 2)):
             batch, frontier = frontier[:count], frontier[count:]
             if not batch:
                 break
