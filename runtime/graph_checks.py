@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from profiles.errors import IncompatibleError, InputError
 from runtime.graph_operators import CONTRIB, OPERATORS, Form
-from runtime.plan import WEIGHTS_FILE, ExecutionPlan, Graph, TensorRef, TensorType
+from runtime.plan import ExecutionPlan, Graph, TensorRef, TensorType
 
 MAX_GRAPH_BYTES = 64 * 2**20
 """A longer graph is refused before it is read; that of 30 layers has 400 KB."""
@@ -51,6 +51,8 @@ class _Files(NamedTuple):
 
     folder: str
     """Of the graph, relative to the plan's."""
+    weights: str
+    """The one file that tensors may lie in, relative to the plan's."""
     tensors: Mapping[str, TensorRef]
     """That the plan lists for it."""
 
@@ -65,14 +67,13 @@ def check_graphs(folder: Path, plan: ExecutionPlan) -> None:
     Raises:
         InputError: A graph is no ONNX file, is too large, or holds what no plan's graph does.
     """
-    tensors = {tensor.name: tensor for tensor in plan.tensors}
-    for graph in plan.graphs:
+    for graph, files in _all_graphs(plan):
         file = folder / graph.artefact.path
         if graph.artefact.bytes > MAX_GRAPH_BYTES:
             expected = f"at most {MAX_GRAPH_BYTES} bytes"
             raise InputError("graph is too large", where=file, expected=expected, hint=_RECOMPILE)
         try:
-            _check_model(memoryview(file.read_bytes()), _files(graph, tensors))
+            _check_model(memoryview(file.read_bytes()), files)
         except OSError as error:
             raise InputError("cannot read graph", where=file, found=error.strerror) from error
         except _RefusedError as error:
@@ -102,9 +103,13 @@ def reported_failures(folder: Path) -> Generator[None]:
         ) from error
 
 
-def _files(graph: Graph, tensors: Mapping[str, TensorRef]) -> _Files:
-    listed = {name: tensors[name] for name in graph.tensors}
-    return _Files(posixpath.dirname(graph.artefact.path), listed)
+def _all_graphs(plan: ExecutionPlan) -> Iterator[tuple[Graph, _Files]]:
+    """The target's and the draft model's."""
+    for part in (plan, plan.draft) if plan.draft else (plan,):
+        tensors = {tensor.name: tensor for tensor in part.tensors}
+        for graph in part.graphs:
+            listed = {name: tensors[name] for name in graph.tensors}
+            yield graph, _Files(posixpath.dirname(graph.artefact.path), part.weights.path, listed)
 
 
 def _check_model(data: memoryview, files: _Files) -> None:
@@ -220,8 +225,8 @@ def _check_tensor(data: memoryview, files: _Files) -> None:
     if not tensor.external:
         return
     paths = {posixpath.normpath(posixpath.join(files.folder, at)) for at in tensor.locations}
-    if paths != {WEIGHTS_FILE}:
-        raise _RefusedError(f"tensor {tensor.name[:60]!r} lies elsewhere than in {WEIGHTS_FILE}")
+    if paths != {files.weights}:
+        raise _RefusedError(f"tensor {tensor.name[:60]!r} lies elsewhere than in {files.weights}")
     listed = files.tensors.get(tensor.name)
     if listed is None:
         raise _RefusedError(f"tensor {tensor.name[:60]!r} is not in the plan's list")

@@ -21,6 +21,8 @@ PLAN_FILE = "plan.json"
 SEAL_FILE = "plan.sha256"
 WEIGHTS_FILE = "weights.bin"
 TOKENIZER_FILE = "tokenizer.json"
+DRAFT_FOLDER = "draft"
+"""Holds the weights and graphs of the draft model."""
 ALIGNMENT_BYTES = 4096
 
 
