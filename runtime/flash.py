@@ -80,7 +80,8 @@ class FlashReader:
         read_bytes: int,
         rate_bytes_per_s: float | None = None,
     ) -> None:
-        self._file, self._ranges = file, dict(ranges)
+        self.ranges = dict(ranges)
+        self._file = file
         self._read_bytes, self._rate = read_bytes, rate_bytes_per_s
         self._slots = {
             kind: [_Slot(self._largest(kind)) for _ in range(slots)]
@@ -101,11 +102,12 @@ class FlashReader:
         self._due = 0.0
         """When a throttled reader may go on, by ``time.perf_counter``."""
         self._descriptor, self.direct = self._open()
+        self._length = os.fstat(self._descriptor).st_size
         self._thread = threading.Thread(target=self._work, name="fulcrum-flash", daemon=True)
         self._thread.start()
 
     def _largest(self, kind: SubLayerKind) -> int:
-        sizes = (each.bytes for sub, each in self._ranges.items() if kind_of(sub) is kind)
+        sizes = (each.bytes for sub, each in self.ranges.items() if kind_of(sub) is kind)
         return aligned(max(sizes))
 
     @property
@@ -122,6 +124,16 @@ class FlashReader:
     def slots(self, kind: SubLayerKind) -> list[Array]:
         """The memory of the slots of a kind: ``take`` returns the beginning of one of them."""
         return [slot.array for slot in self._slots.get(kind, ())]
+
+    def check_length(self) -> None:
+        """``FlashError`` if the file has become too short, before its mapped pages are touched.
+
+        The system ends a process that reads a mapped page past the end of a file.
+        """
+        with self._changed:
+            found = self._length if self._closed else os.fstat(self._descriptor).st_size
+        if found < self._length:
+            raise self._failed("the weights were cut off", f"{found} bytes", self._length)
 
     def restart(self, sequence: Sequence[SubLayerId]) -> None:
         """The next sub-layers to be taken are those of ``sequence``, over and over.
@@ -177,7 +189,7 @@ class FlashReader:
                 )
             self._taken[sub_layer] = entry
             self._ready.popleft()
-            return entry.slot.array[: self._ranges[sub_layer].bytes]
+            return entry.slot.array[: self.ranges[sub_layer].bytes]
 
     def release(self, sub_layer: SubLayerId) -> None:
         """The slot of a taken sub-layer may be written again; it is read no more."""
@@ -254,7 +266,7 @@ class FlashReader:
 
     def _read(self, entry: _Entry) -> None:
         """Fill the slot, piece by piece; gives up once the entry is wanted no more."""
-        place = self._ranges[entry.sub_layer]
+        place = self.ranges[entry.sub_layer]
         buffer, total, done = memoryview(entry.slot.memory), aligned(place.bytes), 0
         while done < total and self._goes_on(entry):
             began = time.perf_counter()

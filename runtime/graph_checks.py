@@ -7,14 +7,14 @@ is checked here takes the protobuf encoding alone; no onnx package is needed. Se
 """
 
 import posixpath
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 from profiles.errors import IncompatibleError, InputError
 from runtime.graph_operators import CONTRIB, OPERATORS, Form
-from runtime.plan import Artefact, ExecutionPlan, Graph, TensorRef, TensorType
+from runtime.plan import ExecutionPlan, Graph, TensorRef, TensorType
 
 MAX_GRAPH_BYTES = 64 * 2**20
 """A longer graph is refused before it is read; that of 30 layers has 400 KB."""
@@ -52,7 +52,7 @@ class _Files(NamedTuple):
     folder: str
     """Of the graph, relative to the plan's."""
     weights: str
-    """The one file that tensors may lie in."""
+    """The one file that tensors may lie in, relative to the plan's."""
     tensors: Mapping[str, TensorRef]
     """That the plan lists for it."""
 
@@ -67,22 +67,13 @@ def check_graphs(folder: Path, plan: ExecutionPlan) -> None:
     Raises:
         InputError: A graph is no ONNX file, is too large, or holds what no plan's graph does.
     """
-    _check_graphs(folder, plan.graphs, plan.weights, plan.tensors)
-    if plan.draft:
-        _check_graphs(folder, plan.draft.graphs, plan.draft.weights, plan.draft.tensors)
-
-
-def _check_graphs(
-    folder: Path, graphs: Iterable[Graph], weights: Artefact, tensors: Iterable[TensorRef]
-) -> None:
-    known = {tensor.name: tensor for tensor in tensors}
-    for graph in graphs:
+    for graph, files in _all_graphs(plan):
         file = folder / graph.artefact.path
         if graph.artefact.bytes > MAX_GRAPH_BYTES:
             expected = f"at most {MAX_GRAPH_BYTES} bytes"
             raise InputError("graph is too large", where=file, expected=expected, hint=_RECOMPILE)
         try:
-            _check_model(memoryview(file.read_bytes()), _files(graph, weights, known))
+            _check_model(memoryview(file.read_bytes()), files)
         except OSError as error:
             raise InputError("cannot read graph", where=file, found=error.strerror) from error
         except _RefusedError as error:
@@ -112,9 +103,13 @@ def reported_failures(folder: Path) -> Generator[None]:
         ) from error
 
 
-def _files(graph: Graph, weights: Artefact, tensors: Mapping[str, TensorRef]) -> _Files:
-    listed = {name: tensors[name] for name in graph.tensors}
-    return _Files(posixpath.dirname(graph.artefact.path), weights.path, listed)
+def _all_graphs(plan: ExecutionPlan) -> Iterator[tuple[Graph, _Files]]:
+    """The target's and the draft model's."""
+    for part in (plan, plan.draft) if plan.draft else (plan,):
+        tensors = {tensor.name: tensor for tensor in part.tensors}
+        for graph in part.graphs:
+            listed = {name: tensors[name] for name in graph.tensors}
+            yield graph, _Files(posixpath.dirname(graph.artefact.path), part.weights.path, listed)
 
 
 def _check_model(data: memoryview, files: _Files) -> None:
@@ -225,7 +220,7 @@ def _tensor(data: memoryview) -> _Tensor:
 
 
 def _check_tensor(data: memoryview, files: _Files) -> None:
-    """A tensor lies in the graph, or is one that the plan lists, in the model's weights file."""
+    """A tensor lies in the graph, or is one that the plan lists, and lies in ``weights.bin``."""
     tensor = _tensor(data)
     if not tensor.external:
         return

@@ -22,7 +22,7 @@ SEAL_FILE = "plan.sha256"
 WEIGHTS_FILE = "weights.bin"
 TOKENIZER_FILE = "tokenizer.json"
 DRAFT_FOLDER = "draft"
-"""Of the draft model's files."""
+"""Holds the weights and graphs of the draft model."""
 ALIGNMENT_BYTES = 4096
 
 

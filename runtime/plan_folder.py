@@ -6,11 +6,12 @@ also reads one. ``docs/plan-format.md`` describes the folder for people.
 
 import glob
 import hashlib
+import mmap
 import os
 import re
 import reprlib
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ __all__ = [
     "PlanWriter",
     "WeightsWriter",
     "check_artefact",
+    "give_back_pages",
     "load_plan",
     "map_tensors",
     "read_plan",
@@ -120,6 +122,23 @@ def map_tensors(
         piece = data[tensor.offset_bytes : tensor.offset_bytes + tensor.size_bytes]
         views[tensor.name] = piece.view(_DTYPES[tensor.type]).reshape(tensor.shape)
     return views
+
+
+def give_back_pages(arrays: Iterable[NDArray[Any]]) -> None:
+    """Let the system take back the pages of mapped ``arrays``; who looks again reads them again.
+
+    Once ONNX Runtime has packed its constants, that leaves one copy of them in memory. Arrays that
+    are not mapped from a file stay as they are.
+    """
+    mappings: dict[int, mmap.mmap] = {}
+    for array in arrays:
+        owner: Any = array
+        while isinstance(owner, np.ndarray):
+            owner = owner.base
+        if isinstance(owner, mmap.mmap):
+            mappings[id(owner)] = owner
+    for mapping in mappings.values():
+        mapping.madvise(mmap.MADV_DONTNEED)
 
 
 def _check_folder(folder: Path) -> None:

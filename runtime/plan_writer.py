@@ -31,8 +31,10 @@ from runtime.plan_checks import artefacts, is_safe_path
 from runtime.plan_document import MAX_DOCUMENT_BYTES, encode_plan, is_plan_document
 
 _GRAPHS = {f"{kind}.onnx" for kind in GraphKind}
-_ENTRIES = frozenset(
-    {PLAN_FILE, SEAL_FILE, WEIGHTS_FILE, TOKENIZER_FILE, DRAFT_FOLDER, "npu", "mlir"} | _GRAPHS
+_FOLDERS = {"npu", "mlir", DRAFT_FOLDER}
+_ENTRIES = frozenset({PLAN_FILE, SEAL_FILE, WEIGHTS_FILE, TOKENIZER_FILE} | _FOLDERS | _GRAPHS)
+_DRAFT_ENTRIES = frozenset(
+    {WEIGHTS_FILE, *(f"{kind}.onnx" for kind in (GraphKind.LAYERS, GraphKind.HEAD))}
 )
 _TYPES = {np.dtype("<f4"): TensorType.F32, np.dtype("u1"): TensorType.U8}
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS})
@@ -115,7 +117,9 @@ class PlanWriter:
 
     def path(self, relative: str) -> Path:
         """Where to write the file ``relative`` of the plan; its folder is made."""
-        if not is_safe_path(relative) or relative.split("/")[0] not in _ENTRIES:
+        first, _, rest = relative.partition("/")
+        foreign = first not in _ENTRIES or (first == DRAFT_FOLDER and rest not in _DRAFT_ENTRIES)
+        if not is_safe_path(relative) or foreign:
             expected = "one of, or a file in one of: " + ", ".join(sorted(_ENTRIES))
             raise FulcrumError("not a place in a plan", found=repr(relative), expected=expected)
         file = self.folder / relative
@@ -134,9 +138,9 @@ class PlanWriter:
             raise _write_error(self._asked, error) from error
         return Artefact(relative, len(data), hashlib.sha256(data).hexdigest())
 
-    def weights(self) -> "WeightsWriter":
-        """The writer of ``weights.bin``; use it as a context manager."""
-        return WeightsWriter(self.path(WEIGHTS_FILE))
+    def weights(self, relative: str = WEIGHTS_FILE) -> "WeightsWriter":
+        """The writer of ``weights.bin``, or the draft's; use it as a context manager."""
+        return WeightsWriter(self.path(relative), relative)
 
     def artefact(self, relative: str) -> Artefact:
         """The entry of a file that lies in the folder; reads it for its digest."""
@@ -181,8 +185,8 @@ class WeightsWriter:
     in memory at a time, and the digest is computed on the way.
     """
 
-    def __init__(self, file: Path) -> None:
-        self._file = file
+    def __init__(self, file: Path, relative: str = WEIGHTS_FILE) -> None:
+        self._file, self._relative = file, relative
         self._bytes = 0
         self._digest = hashlib.sha256()
         try:
@@ -220,7 +224,7 @@ class WeightsWriter:
 
     def artefact(self) -> Artefact:
         """The entry of the weights file as written so far."""
-        return Artefact(self._file.name, self._bytes, self._digest.hexdigest())
+        return Artefact(self._relative, self._bytes, self._digest.hexdigest())
 
     def _append(self, data: memoryview) -> None:
         self._stream.write(data)
@@ -257,6 +261,9 @@ def _check_replaceable(target: Path) -> None:
         found = "a file"
     else:
         foreign = sorted({entry.name for entry in target.iterdir()} - _ENTRIES)
+        if (target / DRAFT_FOLDER).is_dir():
+            found = {entry.name for entry in (target / DRAFT_FOLDER).iterdir()}
+            foreign += [f"{DRAFT_FOLDER}/{name}" for name in sorted(found - _DRAFT_ENTRIES)]
         document = target / PLAN_FILE
         if foreign:
             found = f"a folder with {foreign[0]!r}, which no plan has"

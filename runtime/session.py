@@ -1,28 +1,32 @@
 """The public face of the runtime: load a plan, generate text, stream it, read the statistics."""
 
+import math
 import os
 import time
 from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from threading import Lock, get_ident
 from types import TracebackType
 from typing import NamedTuple, Self, Unpack
 
 import msgspec
 
-from profiles.errors import FulcrumError, IncompatibleError, InputError
+from profiles.errors import FlashError, FulcrumError, IncompatibleError, InputError
 from profiles.measure import cpu_description, usable_cores
 from runtime.cycle import Decoding, commit_width, head_rows
 from runtime.draft_model import DraftRows, open_draft
 from runtime.ending import Ending, FinishReason
+from runtime.flash import FlashCounters
 from runtime.graph_checks import check_graphs, reported_failures
 from runtime.kv_cache import KvCache
 from runtime.plan import TOKENIZER_FILE, ExecutionPlan
-from runtime.plan_folder import load_plan, map_tensors
+from runtime.plan_folder import load_plan
 from runtime.plan_types import WIDEST_PASS
 from runtime.request import Options, Progress, Request, check_request, request_of
 from runtime.sampling import GREEDY
 from runtime.stats import Stats
-from runtime.target import Array, Target
+from runtime.target import Array, Target, open_target
 from runtime.tokens import Prompt, Tokens
 
 
@@ -49,36 +53,38 @@ class Session:
 
     ``emulate`` executes a plan of another device here: same cycles, widths and padding, the CPU
     standing in for every processor; ``stats.simulated_us`` is then the device's predicted time.
+    ``flash_rate`` slows the streaming of weights down to so many bytes a second.
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], *, emulate: bool = False, threads: int | None = None
+        self,
+        path: str | os.PathLike[str],
+        *,
+        emulate: bool = False,
+        threads: int | None = None,
+        flash_rate: float | None = None,
     ) -> None:
         check_threads(threads)
+        check_flash_rate(flash_rate)
         self.folder, self.plan = load_plan(path)
         if not emulate:
             check_device(self.plan, Path(path))
         check_graphs(self.folder, self.plan)
         plan = self.plan
         self.tokens = Tokens.from_files(self.folder / TOKENIZER_FILE, plan.model.tokenizer)
-        self._target = Target(
-            *(
-                self.folder,
-                plan.model,
-                plan.graphs,
-                map_tensors(self.folder, plan.weights, plan.tensors),
-            ),
-            threads=threads or min(plan.device.threads, usable_cores()),
-            attention=plan.numerics[0].attention,
-        )
-        self._draft = self._open_draft(threads or min(plan.device.threads, usable_cores()))
         limit = plan.context + WIDEST_PASS
         self._cache = KvCache(plan.model, plan.kv.growth_tokens, limit)
         self._latest: Decoding | None = None
         """The latest generation, whose rows the cache holds."""
         self._busy = self._closed = False
+        self._computing = Lock()
+        self._computer: int | None = None
+        """The thread that holds the lock."""
         self.last: Generation | None = None
         """The latest finished generation."""
+        used = threads or min(plan.device.threads, usable_cores())
+        self._draft = self._open_draft(used)
+        self._target = open_target(self.folder, plan, used, flash_rate)
 
     def __enter__(self) -> Self:
         return self
@@ -99,11 +105,42 @@ class Session:
         return open_draft(self.folder, draft, threads), DraftRows(draft, self.plan.context)
 
     def close(self) -> None:
-        """Release the sessions; a second call does nothing."""
+        """Release the sessions and join the reader; a second call does nothing.
+
+        From another thread it ends a generation with an error, once the pass is over.
+        """
         self._closed = True
+        self._target.stop()
+        # What a pass uses is released when that is over
+        if self._computer != get_ident():
+            with self._computing:
+                self._release()
+
+    def _release(self) -> None:
         self._target.close()
         if self._draft is not None:
             self._draft[0].close()
+
+    @property
+    def flash(self) -> FlashCounters | None:
+        """What was streamed since the plan was loaded; None where all of it stays in memory."""
+        return self._target.flash
+
+    @contextmanager
+    def _compute(self) -> Generator[None]:
+        """Around passes: holds off ``close``."""
+        with self._computing:
+            self._check_open()
+            self._computer = get_ident()
+            try:
+                yield
+            except FlashError:
+                self._check_open()
+                raise
+            finally:
+                self._computer = None
+                if self._closed:
+                    self._release()
 
     def generate(
         self,
@@ -149,10 +186,11 @@ class Session:
         self._check_free()
         check_request(self.plan, ids, Request())
         run = Decoding(self.plan, self._target, self._cache, ids, GREEDY)
-        self._prefill(run)
-        width = commit_width(self.plan.numerics, 1)
-        last = self._target.run_chain([ids[-1]], len(ids) - 1, self._cache, width=width)
-        return self._target.logits(last.hidden[: head_rows(self.plan, 1)])[0]
+        with self._compute():
+            self._prefill(run)
+            width = commit_width(self.plan.numerics, 1)
+            last = self._target.run_chain([ids[-1]], len(ids) - 1, self._cache, width=width)
+            return self._target.logits(last.hidden[: head_rows(self.plan, 1)])[0]
 
     def _steps(self, prompt: Sequence[int], request: Request) -> Generator[_Step]:
         self._check_free()
@@ -172,7 +210,8 @@ class Session:
             *(request.sampling, request.cycle, self._draft),
         )
         began = time.perf_counter()
-        stats.reused_tokens = self._prefill(run, request.progress)
+        with self._compute():
+            stats.reused_tokens = self._prefill(run, request.progress)
         started = time.perf_counter()
         stats.prefill_us = 1e6 * (started - began)
         end, at_end = request.limit(len(prompt), self.plan.context)
@@ -181,9 +220,9 @@ class Session:
         reason: FinishReason | None = None
         outside = 0.0
         while reason is None:
-            self._check_open()
             before = len(run.tokens)
-            done = run.step(end - before)
+            with self._compute():
+                done = run.step(end - before)
             kept, text, reason = ending.read(run.tokens[before:])
             run.keep(before + kept)
             if reason is None and len(run.tokens) == end:
@@ -234,6 +273,14 @@ def check_threads(threads: int | None) -> None:
         )
 
 
+def check_flash_rate(bytes_per_s: float | None) -> None:
+    """``InputError`` for a rate that nothing could be read at."""
+    if bytes_per_s is not None and not 1e6 <= bytes_per_s < math.inf:
+        raise InputError(
+            "no rate to read at", found=bytes_per_s, expected="at least 1e6 bytes a second"
+        )
+
+
 def check_device(plan: ExecutionPlan, where: Path) -> None:
     """``IncompatibleError`` unless this machine has the chip that the plan was made for."""
     here = cpu_description()
@@ -248,7 +295,11 @@ def check_device(plan: ExecutionPlan, where: Path) -> None:
 
 
 def load(
-    path: str | os.PathLike[str], *, emulate: bool = False, threads: int | None = None
+    path: str | os.PathLike[str],
+    *,
+    emulate: bool = False,
+    threads: int | None = None,
+    flash_rate: float | None = None,
 ) -> Session:
     """Load the plan folder ``path``; see ``Session``."""
-    return Session(path, emulate=emulate, threads=threads)
+    return Session(path, emulate=emulate, threads=threads, flash_rate=flash_rate)

@@ -4,7 +4,7 @@ Runs of resident sub-layers run in the session of the layers, streamed ones one 
 session of their kind, on weights in the slot of the ring that they were read into.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,17 +17,29 @@ from runtime.backends import MAX_BOUND_ROWS, PassResult, bind_input, bind_output
 from runtime.flash import FlashReader
 from runtime.kv_cache import KvCache
 from runtime.model_spec import ModelSpec
-from runtime.plan import GraphKind
-from runtime.weight_ranges import SubLayerBytes
+from runtime.plan import GraphKind, Residency, TensorRef
+from runtime.weight_ranges import sub_layer_bytes
 
 Array = np.ndarray[Any, Any]
 
 
-class OpenedGraph(NamedTuple):
-    """A graph file and its constants."""
+class GraphFile(NamedTuple):
+    """A graph and its constants."""
 
     path: Path
     constants: Mapping[str, Array]
+
+
+def open_reader(
+    file: Path,
+    tensors: Iterable[TensorRef],
+    residency: Residency,
+    rate_bytes_per_s: float | None = None,
+) -> FlashReader:
+    """The reader of a plan's streamed sub-layers; ``tensors`` are all that lie in ``file``."""
+    ranges = sub_layer_bytes(tensors)
+    streamed = {sub_layer: ranges[sub_layer] for sub_layer in residency.streamed}
+    return FlashReader(file, streamed, residency.slots, residency.read_bytes, rate_bytes_per_s)
 
 
 class _Pass:
@@ -56,21 +68,19 @@ class _Pass:
 class StreamedLayers:
     """All sub-layers of the target, those of ``reader`` being streamed; with exact attention.
 
-    ``graphs`` are those of the layers and of each streamed kind; ``ranges`` the places of the
-    streamed sub-layers' weights. Owns the reader.
+    ``graphs`` are those of the layers and of each streamed kind. Owns the reader.
     """
 
     def __init__(
         self,
-        graphs: Mapping[GraphKind, OpenedGraph],
+        graphs: Mapping[GraphKind, GraphFile],
         spec: ModelSpec,
         threads: int,
-        ranges: Mapping[SubLayerId, SubLayerBytes],
         reader: FlashReader,
     ) -> None:
         self.reader = reader
-        self._spec, self._ranges = spec, dict(ranges)
-        self._streamed = tuple(sorted(ranges))
+        self._spec, self._ranges = spec, reader.ranges
+        self._streamed = tuple(sorted(reader.ranges))
         self._passes: dict[int, _Pass] = {}
         self._on = np.zeros(spec.sub_layers, np.bool_)
         self._sessions = {
@@ -172,10 +182,6 @@ class StreamedLayers:
             bind_input(bound, f"layer.{part.name}", part.view(weights))
         bind_output(bound, "hidden_out", held.after)
         return bound
-
-    def stop(self) -> None:
-        """End a pass that waits for weights, from whichever thread."""
-        self.reader.close()
 
     def close(self) -> None:
         """Join the reader, release bindings, then the sessions; a second call does nothing."""

@@ -9,14 +9,22 @@ import numpy as np
 from profiles.errors import IncompatibleError
 from profiles.words import AttentionKernel, SubLayerId
 from runtime.backends import HIDDEN, HeadSession, LayersSession, PassResult
+from runtime.flash import FlashCounters, FlashReader
 from runtime.kv_cache import KvCache
 from runtime.model_spec import ModelSpec
-from runtime.plan import Graph, GraphKind
+from runtime.plan import ExecutionPlan, Graph, GraphKind
+from runtime.plan_folder import give_back_pages, map_tensors
+from runtime.streamed import GraphFile, StreamedLayers, open_reader
 from runtime.tree import TokenTree, tree_mask, tree_positions
 
 Array = np.ndarray[Any, Any]
 
 ZERO_POINT = 128
+_UNPACKED = frozenset(
+    {"attn_norm", "mlp_norm", "final_norm", "scale", "qkv_bias", "qk_norm"}
+    | {"value_grid", "value_ungrid", "cos", "sin"}
+)
+"""Last parts of the names of constants that graphs read where they lie."""
 
 
 class Target:
@@ -24,7 +32,8 @@ class Target:
 
     ``graphs`` are the plan's, ``tensors`` its mapped weights, ``attention`` the kernel that its
     layers were emitted with. One copy of the weights serves every pass: full, under a skip mask,
-    or up to an exit.
+    or up to an exit. ``reader`` streams the sub-layers that do not stay in memory; it is closed
+    with the target.
     """
 
     def __init__(
@@ -35,21 +44,28 @@ class Target:
         tensors: Mapping[str, Array],
         threads: int,
         attention: AttentionKernel,
+        reader: FlashReader | None = None,
     ) -> None:
         self.spec = spec
+        self._reader = reader
         self.attention = attention
         self.all_on = np.ones(spec.sub_layers, np.bool_)
         self._table = tensors["embed"]
         self._scale, self._offset = tensors.get("embed.scale"), tensors.get("embed.offset")
-        by_kind = {graph.kind: graph for graph in graphs}
-        paths = {kind: folder / graph.artefact.path for kind, graph in by_kind.items()}
-        parts = {
-            kind: {name: tensors[name] for name in graph.tensors} for kind, graph in by_kind.items()
+        self._constants = constants = tensors if reader is None else _kept(tensors)
+        """They must outlive the sessions."""
+        files = {
+            graph.kind: GraphFile(
+                folder / graph.artefact.path, {name: constants[name] for name in graph.tensors}
+            )
+            for graph in graphs
         }
-        self._layers = LayersSession(
-            *(paths[GraphKind.LAYERS], parts[GraphKind.LAYERS], spec, threads), attention=attention
-        )
-        self._head = HeadSession(paths[GraphKind.HEAD], parts[GraphKind.HEAD], threads)
+        self._head = HeadSession(*files.pop(GraphKind.HEAD), threads)
+        if reader is None:
+            self._layers = LayersSession(*files[GraphKind.LAYERS], spec, threads, attention)
+        else:
+            self._layers = StreamedLayers(files, spec, threads, reader)
+        give_back_pages(tensors.values())
 
     def active(self, skipped: Iterable[SubLayerId]) -> Array:
         """Switches [2L] of a pass that leaves out ``skipped``."""
@@ -59,6 +75,8 @@ class Target:
 
     def embed(self, ids: Sequence[int]) -> Array:
         """Rows of the embedding table, [n, hidden] float32."""
+        if self._reader is not None:
+            self._reader.check_length()
         at = np.asarray(ids, np.int64)
         rows = self._table[at].astype(np.float32)
         if self._scale is None:
@@ -93,7 +111,7 @@ class Target:
         hidden = self.embed([*ids, *([ids[-1]] * (rows - len(ids)))])
         positions = np.minimum(np.arange(start, start + rows), start + len(ids) - 1)
         on = self.all_on if active is None else active
-        if self.attention is AttentionKernel.FUSED:
+        if isinstance(self._layers, LayersSession) and self.attention is AttentionKernel.FUSED:
             return self._layers.run_in_place(hidden, positions, start, cache, on)
         mask = chain_mask(rows, len(ids), start, cache.capacity)
         return self.run(hidden, positions, mask, cache, on)
@@ -121,7 +139,7 @@ class Target:
         cache.reserve(end)
         hidden, at = self.embed(ids), np.asarray(positions)
         mask = np.where(seen, np.float32(0), HIDDEN)
-        if self.attention is AttentionKernel.FUSED:
+        if isinstance(self._layers, LayersSession) and self.attention is AttentionKernel.FUSED:
             result = self._layers.run_in_place(hidden, at, start, cache, self.all_on, mask)
         else:
             wide = np.full((width, cache.capacity + width), HIDDEN, np.float32)
@@ -143,10 +161,52 @@ class Target:
             )
         return found
 
+    @property
+    def flash(self) -> FlashCounters | None:
+        """What was streamed so far; None where all sub-layers are in memory."""
+        return self._reader.counters if self._reader else None
+
+    def stop(self) -> None:
+        """Let a pass that waits for weights end with a ``FlashError``, from whichever thread."""
+        if self._reader is not None:
+            self._reader.close()
+
     def close(self) -> None:
-        """Release the sessions."""
+        """Release the sessions, and the reader."""
         self._layers.close()
         self._head.close()
+
+
+def open_target(
+    folder: Path, plan: ExecutionPlan, threads: int, flash_rate: float | None = None
+) -> Target:
+    """The target of a plan; ``flash_rate`` slows its streaming to so many bytes a second."""
+    reader = None
+    if plan.residency is not None:
+        reader = open_reader(folder / plan.weights.path, plan.tensors, plan.residency, flash_rate)
+    try:
+        return Target(
+            *(folder, plan.model, plan.graphs),
+            map_tensors(folder, plan.weights, plan.tensors),
+            threads=threads,
+            attention=plan.numerics[0].attention,
+            reader=reader,
+        )
+    except BaseException:
+        if reader is not None:
+            reader.close()
+        raise
+
+
+def _kept(tensors: Mapping[str, Array]) -> dict[str, Array]:
+    """``tensors`` with copies of those that are not packed.
+
+    Mapped pages may be taken away and would then be read again between the reader's reads.
+    """
+    return {
+        name: array.copy() if name.rpartition(".")[2] in _UNPACKED else array
+        for name, array in tensors.items()
+    }
 
 
 def chain_mask(width: int, chain: int, visible: int, capacity: int) -> Array:

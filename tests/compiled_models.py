@@ -34,12 +34,13 @@ from runtime.plan import (
     MemoryNeed,
     Prefill,
     Quality,
+    Residency,
     SamplingRule,
     SkipMask,
     formats_of,
 )
 from runtime.plan_cycles import OFF, Cycle, NumericsClass
-from runtime.plan_tables import CostTables, PassKind, PassTable
+from runtime.plan_tables import CostTables, PassKind, PassTable, StreamTable
 from runtime.plan_writer import PlanWriter
 from runtime.sampling import GENERATOR
 
@@ -71,6 +72,7 @@ class Recipe(msgspec.Struct, frozen=True):
     growth_tokens: int = 32
     """Of the cache with exact attention."""
     chunk: int = 16
+    residency: Residency | None = None
 
 
 def recipe_source(recipe: Recipe) -> ArraySource:
@@ -89,7 +91,8 @@ def compile_recipe(recipe: Recipe, folder: Path) -> ExecutionPlan:
     """Write the plan folder of a recipe."""
     source = recipe_source(recipe)
     with PlanWriter(folder) as writer:
-        emission = emit(source, recipe.format, recipe.context, writer, recipe.attention)
+        streamed = recipe.residency.streamed if recipe.residency else ()
+        emission = emit(source, recipe.format, recipe.context, writer, recipe.attention, streamed)
         plan = _plan(recipe, source.spec, emission)
         writer.commit(plan)
     return plan
@@ -122,7 +125,8 @@ def _plan(recipe: Recipe, spec: ModelSpec, emission: Emission) -> ExecutionPlan:
         buckets=_buckets(recipe.cycles, recipe.context),
         hysteresis_tokens=4,
         placements=(),
-        tables=_tables(len(skipped)),
+        residency=recipe.residency,
+        tables=_tables(len(skipped), len(recipe.cycles) if recipe.residency else 0),
         graphs=emission.graphs,
         weights=emission.weights,
         tensors=emission.tensors,
@@ -164,7 +168,7 @@ def _buckets(cycles: Sequence[tuple[int, Cycle]], context: int) -> tuple[Bucket,
     )
 
 
-def _tables(masks: int) -> CostTables:
+def _tables(masks: int, streams: int) -> CostTables:
     def table(kind: PassKind, mask: int, us: float) -> PassTable:
         return PassTable(kind, mask, (1, 32), (0, 1024), ((us, us), (us, us)))
 
@@ -180,4 +184,5 @@ def _tables(masks: int) -> CostTables:
         head_us=(HEAD_ROW_US, 1024 * HEAD_ROW_US),
         cycle_us=CYCLE_US,
         ngram_us=NGRAM_US,
+        streams=(StreamTable((1, 32), (0.0,), ((VERIFY_US,), (VERIFY_US,))),) * streams,
     )
