@@ -85,7 +85,7 @@ loads = st.builds(
 )
 
 
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 @given(loads, st.integers(0, 36), st.booleans())
 def test_the_choice_is_that_of_brute_force(of: Load, room_blocks: int, keeps: bool) -> None:
     kept = frozenset({SubLayerId(0)} if keeps else ())
@@ -105,7 +105,7 @@ def test_the_choice_is_that_of_brute_force(of: Load, room_blocks: int, keeps: bo
     assert chosen.cycle_us[0] / (1 + chosen.decision.gap) <= everywhere * (1 + 1e-9)
 
 
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 @given(loads, st.integers(8, 36))
 def test_all_parts_fit_into_the_budget(of: Load, room_blocks: int) -> None:
     budget = FIXED.total_bytes + room_blocks * BLOCK
