@@ -10,7 +10,7 @@ that the cycles after it repeat. With S streamed bytes, a ring of M that the dra
 little to compute, (S - M) / bandwidth of it are exposed; never is it shorter than S / bandwidth.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -95,13 +95,10 @@ def stream_table(passes: Mapping[int, Sequence[Stage]], slots: int, flash: Flash
     return StreamTable(widths, ahead, rows)
 
 
-def ring_bytes(stages: Sequence[Stage], slots: int) -> int:
-    """What a ring holds whose slots, for each kind, are as large as the largest sub-layer.
-
-    No kind has more slots than streamed sub-layers.
-    """
-    total = 0
-    for kind in SubLayerKind:
-        sizes = [s.stream_bytes for s in stages if s.stream_bytes and s.kind is kind]
-        total += min(slots, len(sizes)) * max(sizes, default=0)
-    return total
+def ring_bytes(stages: Iterable[Stage], slots: int) -> int:
+    """What a ring takes: for each kind that streams ``slots``, each as large as its largest."""
+    largest: dict[SubLayerKind, int] = {}
+    for stage in stages:
+        if stage.stream_bytes:
+            largest[stage.kind] = max(stage.stream_bytes, largest.get(stage.kind, 0))
+    return slots * sum(largest.values())
