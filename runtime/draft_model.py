@@ -54,7 +54,7 @@ class DraftModelDrafter:
     """Drafts for one generation; see ``runtime.drafting.Drafter``.
 
     ``model`` and ``rows`` are the session's. ``vocab`` is the target's: ids beyond it are never
-    proposed, and ids beyond the draft's own are read as id 0.
+    proposed.
     """
 
     def __init__(
@@ -81,7 +81,8 @@ class DraftModelDrafter:
         while (left := self._root - len(rows.tokens)) > CATCH_UP_ROWS:
             start = len(rows.tokens)
             ids = tokens[start : start + min(CHUNK_ROWS, left)]
-            result = self._model.run_chain(self._known(ids), start, rows.cache)
+            known = known_ids(ids, self._model.spec.vocab)
+            result = self._model.run_chain(known, start, rows.cache)
             self.passes += 1
             rows.cache.commit(result.keys, result.values, slice(0, len(ids)))
             rows.tokens += ids
@@ -107,7 +108,8 @@ class DraftModelDrafter:
         ids = [*missing, *(tree.tokens[node] for node in nodes)]
         depths = [*range(-before, 0), *(tree.depths[node] for node in nodes)]
         at = [self._root + depth for depth in depths]
-        result = self._model.run_branches(self._known(ids), at, seen, rows.cache)
+        known = known_ids(ids, self._model.spec.vocab)
+        result = self._model.run_branches(known, at, seen, rows.cache)
         self.passes += 1
         if nodes[0] == ROOT:
             rows.tokens += ids[: before + 1]
@@ -136,11 +138,19 @@ class DraftModelDrafter:
         self._path = {}
 
     def price_us(self, rows: int, context: int) -> float:
-        """Device time of a pass over ``rows`` nodes, its head and its constant included."""
-        prices = self._prices
-        return prices.pass_us(PassKind.PROPOSE, 0, rows, context) + prices.cycle_us
+        """Device time of a pass over ``rows`` nodes, the head and a pass's constant included."""
+        us = self._prices.pass_us(PassKind.PROPOSE, 0, rows, context)
+        return us + self._prices.cycle_us
 
-    def _known(self, ids: Sequence[int]) -> Sequence[int]:
-        """``ids`` as the draft model's table has them."""
-        vocab = self._model.spec.vocab
-        return ids if vocab >= self._vocab else [token if token < vocab else 0 for token in ids]
+    @property
+    def behind(self) -> int:
+        """Committed tokens whose rows the root's pass will compute beside the root's own."""
+        return len(self._missing)
+
+
+def known_ids(ids: Sequence[int], vocab: int) -> Sequence[int]:
+    """``ids`` of a target as the table of a draft model with ``vocab`` tokens has them.
+
+    What it lacks is read as token 0: a wrong guess at worst.
+    """
+    return ids if max(ids) < vocab else [token if token < vocab else 0 for token in ids]

@@ -17,7 +17,7 @@ from runtime.target import Target
 
 CONTEXT = 256
 PROPOSE = PassTable(PassKind.PROPOSE, 0, (1, 4, 16), (64, 128), ((5, 6), (7, 8), (20, 22)))
-PRICES = PriceList(CostTables((PROPOSE,), (1,), (1.0,), 0.0, 0.0))
+PRICES = PriceList(CostTables((PROPOSE,), (1,), (1.0,), 2.0, 0.0))
 
 
 class TinyDraft:

@@ -245,5 +245,5 @@ def test_a_context_that_is_full_still_has_room_for_a_tree(made: Made) -> None:
 
 def test_prices_are_those_of_the_plan(made: Made) -> None:
     drafter = made().drafter()
-    assert drafter.price_us(1, 64) == 5
-    assert drafter.price_us(3, 96) == 7.5
+    assert drafter.price_us(1, 64) == 5 + 2
+    assert drafter.price_us(3, 96) == 7.5 + 2
