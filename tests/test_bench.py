@@ -10,7 +10,9 @@ import pytest
 from compiled_models import AR_US, CYCLE_US, HEAD_ROW_US, Recipe
 
 from planner import cli
-from planner.bench import Sample, figures, measure, peak_rss_bytes, quartiles
+from planner.bench import Sample, contenders, measure, peak_rss_bytes
+from planner.bench_figures import figures, forecast_speedup, quartiles, totals
+from planner.commands.bench import parse_rival
 from planner.modes import Mode, best_mask, parse_mode, parse_modes, speculates
 from planner.prompt_file import Prompt
 from runtime.plan_cycles import ALONE, OFF, Cycle, DraftSource
@@ -33,11 +35,17 @@ MODE_KEYS = {
     *("ar_tokens_per_s", "speedup_vs_ar"),
     *("speedup_quartiles", "mean_accepted", "mean_drafted", "cycles", "new_tokens"),
     *("predicted_tokens_per_s", "predicted_speedup_vs_ar", "measured_over_predicted"),
-    *("flash_bytes_per_token", "peak_rss_bytes", "token_exact"),
+    *("flash_bytes_per_token", "flash_bytes_per_s", "exposed_over_expected"),
+    *("speedup_vs_rivals", "acceptance_by_depth", "per_cycle", "peak_rss_bytes", "token_exact"),
+}
+CYCLE_KEYS = {
+    *("draft_us", "draft_passes", "verify_us", "exposed_io_us", "expected_exposed_io_us"),
+    *("stalled_us", "flash_bytes", "ahead_bytes", "nodes_by_depth"),
 }
 HEAD_KEYS = {
     *("model", "device", "target_format", "device_is_here", "plan_speculates", "prompts"),
-    *("rounds", "headline_mode", "modes"),
+    *("rounds", "headline_mode", "modes", "rivals", "forecast_speedup_vs_ar"),
+    "flash_rate_bytes_per_s",
 }
 
 
@@ -105,7 +113,7 @@ def test_modes_take_turns_in_alternating_order(compiled: Compiled) -> None:
     with load(compiled(SKIPPING)) as session:
         modes = parse_modes("ar,spec,ngram2", session.plan)
         samples = measure(
-            *(session, PROMPTS, modes),
+            *(contenders(session, modes), PROMPTS),
             rounds=2,
             max_new_tokens=6,
             report=lambda _, done, total: told.append((done, total)),
@@ -175,6 +183,7 @@ def test_bench_json_has_every_key_for_every_mode(
         documented.check_keys("bench", mode, MODE_KEYS | {"by_category"})
         assert set(mode["by_category"]) == {"code", "chat"}
         assert all(set(part) == MODE_KEYS for part in mode["by_category"].values())
+        documented.check_keys("bench", mode["per_cycle"], CYCLE_KEYS)
         assert mode["token_exact"]
         assert mode["flash_bytes_per_token"] == 0
     plain = data["modes"]["ar"]
