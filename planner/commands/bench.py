@@ -105,7 +105,7 @@ def contender(
         IncompatibleError: It is another model's plan, whose answers take other work.
     """
     other = session.plan
-    if other.model.weights_digest != plan.model.weights_digest:
+    if msgspec.structs.replace(other.model, name=plan.model.name) != plan.model:
         raise IncompatibleError(
             "a rival has to be a plan of the same model",
             where=rival.path,
