@@ -19,6 +19,7 @@ from planner.options import (
     Draft,
     DramBudget,
     Emulate,
+    FlashRate,
     IgnoreEos,
     Limit,
     Model,
@@ -30,6 +31,7 @@ from planner.options import (
     PromptText,
     Quiet,
     Repeat,
+    Rivals,
     Sampled,
     SampledTemperature,
     Seed,
@@ -308,10 +310,12 @@ def bench(
     ctx: typer.Context,
     plan: Plan,
     modes: Modes = None,
+    rival: Rivals = None,
     prompts: Prompts = None,
     limit: Limit = None,
     repeat: Repeat = 3,
     max_new_tokens: NewTokens = 64,
+    flash_rate: FlashRate = None,
     emulate: Emulate = False,
     threads: Threads = None,
     as_json: AsJson = False,
@@ -320,23 +324,27 @@ def bench(
 ) -> None:
     """Measure ways to decode against each other.
 
-    Modes take turns prompt by prompt: `ar` is plain decoding, `spec` the plan's own cycles,
-    `chainN` drafts N tokens with the plan's best skip mask, `ngramN` looks N tokens up.
+    Modes take turns prompt by prompt: `ar` is plain decoding at its fastest, `off` the plain
+    decoding that drafts are held to, `spec` (or `plan`) the plan's own cycles. `chainN` drafts N
+    tokens with the draft model, else under the best skip mask; `modelN` and `skipN` say which.
+    `ngramN` looks N tokens up. `treeN` is the plan's static tree of at most N nodes, `online` its
+    trees grown as probabilities say.
 
     \b
     Examples:
       plan bench my.plan
       plan bench my.plan --modes ar,chain4,chain8,spec --limit 6 --json
+      plan bench streamed.plan --rival without-draft.plan --flash-rate 500MB/s
     """
     from planner.commands import bench as body
 
     body.bench_plan(
         *(terminal_of(ctx, quiet, verbose), plan, body.choose_prompts(prompts, limit)),
         modes=modes,
+        rivals=rival or (),
         repeat=repeat,
         max_new_tokens=max_new_tokens,
-        emulate=emulate,
-        threads=threads,
+        loading=body.Loading(emulate, threads, flash_rate),
         as_json=as_json,
     )
 

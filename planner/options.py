@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from planner.sizes import parse_size
+from planner.sizes import parse_rate, parse_size
 
 Plan = Annotated[Path, typer.Argument(metavar="PLAN", help="A folder that `plan compile` wrote.")]
 AsJson = Annotated[
@@ -126,6 +126,23 @@ Modes = Annotated[
         metavar="LIST",
         help="ar, off, spec, chainN, modelN, skipN, ngramN, treeN, online; default: ar,spec, and "
         "chain8 where there is a draft model or a skip mask.",
+    ),
+]
+Rivals = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--rival",
+        metavar="PLAN[:MODE]",
+        help="Another plan of the same model, decoded plainly or in MODE; can be repeated.",
+    ),
+]
+FlashRate = Annotated[
+    int | None,
+    typer.Option(
+        "--flash-rate",
+        metavar="RATE",
+        parser=parse_rate,
+        help="Slow reads of streamed weights to this, such as 500MB/s.",
     ),
 ]
 Repeat = Annotated[

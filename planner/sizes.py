@@ -1,4 +1,4 @@
-"""Sizes of memory as people write them: ``512MB``, ``2GiB``, ``1.5G``."""
+"""Sizes of memory as people write them, ``512MB``, ``2GiB``, ``1.5G``, and rates: ``500MB/s``."""
 
 import re
 
@@ -25,3 +25,15 @@ def parse_size(text: str) -> int:
     if not 1 <= size <= _MAX_BYTES:
         raise InputError("not a size", found=repr(text), expected="such as 512MB, 2GiB or 1.5G")
     return size
+
+
+def parse_rate(text: str) -> int:
+    """Bytes per second, written as a size and ``/s``.
+
+    Raises:
+        InputError: Not a rate.
+    """
+    size, slash, second = text.strip().lower().rpartition("/")
+    if not slash or second.strip() != "s":
+        raise InputError("not a rate", found=repr(text), expected="such as 500MB/s or 1.5GB/s")
+    return parse_size(size)
