@@ -5,11 +5,12 @@ width, its head, and the constant of a cycle. KnapSpec's closed formula is the c
 acceptance at every depth and a verify pass whose cost does not grow; here both are measured.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
 from planner.agreement import DepthCounts
+from planner.draft_acceptance import Replayed
 from planner.lookup import LookupOutcome
 from planner.pass_tables import NGRAM_US, PassTimes
 from profiles.words import SubLayerId
@@ -52,18 +53,6 @@ class Option(msgspec.Struct, frozen=True):
         return 1e6 * self.tokens / self.us
 
 
-class Replayed(msgspec.Struct, frozen=True):
-    """Cycles of one kind that a draft made on known text."""
-
-    levels: tuple[int, ...]
-    """Rows of each drafting pass of a model, in order."""
-    rows: int
-    """Of the verify pass: the drafted nodes and the root."""
-    accepted: int
-    count: int
-    """How often there was such a cycle."""
-
-
 def cycle_us(
     times: PassTimes, context: int, drafting_us: float, rows: int, head_us: float
 ) -> float:
@@ -72,20 +61,17 @@ def cycle_us(
     return rest + times.verify_us(rows, context, ahead_us=rest)
 
 
-def head_order(
-    times: PassTimes, context: int, cycles: Iterable[tuple[int, int, int]]
-) -> tuple[HeadOrder, bool]:
-    """Which order of the head is faster over ``cycles`` of (rows, accepted, count).
+def head_order(times: PassTimes, context: int, cycles: Mapping[Replayed, int]) -> HeadOrder:
+    """Which order of the head is faster over these cycles and how often there were such.
 
     In one batch it runs over every row; along the path over those that were accepted and one more,
     each alone (Lever).
     """
     batch = path = 0.0
-    for rows, accepted, count in cycles:
-        batch += count * times.head_us(rows, context)
-        path += count * (accepted + 1) * times.head_us(1, context)
-    along = path < batch
-    return HeadOrder.PATH if along else HeadOrder.BATCH, along
+    for cycle, count in cycles.items():
+        batch += count * times.head_us(cycle.rows, context)
+        path += count * (cycle.accepted + 1) * times.head_us(1, context)
+    return HeadOrder.PATH if path < batch else HeadOrder.BATCH
 
 
 def off_option(times: PassTimes, context: int) -> Option:
@@ -133,7 +119,7 @@ def skip_option(
 
 def ngram_option(times: PassTimes, context: int, outcome: LookupOutcome) -> Option:
     """Lookup drafting as replayed; cycles without a match are plain steps."""
-    replayed = [Replayed((), drafted + 1, hit, n) for drafted, hit, n in outcome.cycles]
+    replayed = {Replayed(drafted + 1, (), hit): n for drafted, hit, n in outcome.cycles}
     cycle = Cycle(
         DraftSource.NGRAM,
         outcome.length,
@@ -152,25 +138,27 @@ def timed(
     times: PassTimes,
     context: int,
     option: Option,
-    replayed: Sequence[Replayed],
+    replayed: Mapping[Replayed, int],
     lookup_us: float = 0.0,
 ) -> Option:
     """``option`` with what its replayed cycles yield and take, and the faster order of the head.
 
     Drafting passes are those of the draft model; each pays the constant of a pass.
     """
-    order, along = head_order(times, context, [(c.rows, c.accepted, c.count) for c in replayed])
+    order = head_order(times, context, replayed)
+    along = order is HeadOrder.PATH
     tokens = drafted = us = 0.0
-    for cycle in replayed:
+    for cycle, count in replayed.items():
         drafting = lookup_us + sum(
             times.proposing(width, context).us + times.cycle_us for width in cycle.levels
         )
-        head_rows = cycle.accepted + 1 if along else 1
-        head = head_rows * times.head_us(1 if along else cycle.rows, context)
-        tokens += cycle.count * (cycle.accepted + 1)
-        drafted += cycle.count * (cycle.rows - 1)
-        us += cycle.count * cycle_us(times, context, drafting, cycle.rows, head)
-    cycles = sum(cycle.count for cycle in replayed) or 1
+        head = (cycle.accepted + 1 if along else 1) * times.head_us(
+            1 if along else cycle.rows, context
+        )
+        tokens += count * (cycle.accepted + 1)
+        drafted += count * (cycle.rows - 1)
+        us += count * cycle_us(times, context, drafting, cycle.rows, head)
+    cycles = sum(replayed.values()) or 1
     return msgspec.structs.replace(
         option,
         cycle=msgspec.structs.replace(option.cycle, head=order),
