@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 
+from planner.draft_acceptance import RankCounts
 from planner.tree_table import TreeTable
 from runtime.plan_cycles import TreeTemplate
 
@@ -55,33 +56,6 @@ class TreeLimits(msgspec.Struct, frozen=True):
     branch: int = 4
 
 
-class RankCounts(msgspec.Struct, frozen=True):
-    """Replayed drafts by depth 1, 2, ...: how often the target's token was the draft's, by rank."""
-
-    tried: tuple[int, ...]
-    """Nodes above that depth that the target's path came through."""
-    hits: tuple[tuple[int, ...], ...]
-    """By depth, then by rank."""
-
-    def __add__(self, other: "RankCounts") -> "RankCounts":
-        return RankCounts(
-            tuple(a + b for a, b in zip(self.tried, other.tried, strict=True)),
-            tuple(
-                tuple(a + b for a, b in zip(mine, others, strict=True))
-                for mine, others in zip(self.hits, other.hits, strict=True)
-            ),
-        )
-
-    def rates(self) -> tuple[tuple[float, ...], ...]:
-        """Acceptance by depth and rank given that the parent is accepted, one pseudo-miss each;
-        down to the last depth that was tried."""
-        deepest = max((at for at, n in enumerate(self.tried) if n), default=0)
-        return tuple(
-            tuple(hit / (tried + 1) for hit in row)
-            for tried, row in zip(self.tried[: deepest + 1], self.hits, strict=False)
-        )
-
-
 class StaticTree(msgspec.Struct, frozen=True):
     """A template with what it yields and takes."""
 
@@ -118,12 +92,24 @@ class TreeSearch(msgspec.Struct, frozen=True):
     """No tree within the limits has more than (1 + gap) times the best one's G / C."""
 
 
+def rank_rates(counts: RankCounts) -> tuple[tuple[float, ...], ...]:
+    """Acceptance by depth, then rank, given that the parent is accepted; one pseudo-miss each.
+
+    Down to the last depth that was tried; a search takes it for all below.
+    """
+    deepest = max((at for at, tried in enumerate(counts.tried) if tried), default=0)
+    return tuple(
+        tuple(hit / (tried + 1) for hit in row)
+        for tried, row in zip(counts.tried[: deepest + 1], counts.hits, strict=False)
+    )
+
+
 def search_trees(
     acceptance: Sequence[Sequence[float]], costs: TreeCosts, limits: TreeLimits
 ) -> TreeSearch:
     """The best tree of a node or more within ``limits``; Lever's greedy one is admitted as a rival.
 
-    ``acceptance`` is by depth, then rank (``RankCounts.rates``). Branch 1 gives the best chain.
+    ``acceptance`` is by depth, then rank (``rank_rates``). Branch 1 gives the best chain.
     """
     table = TreeTable(acceptance, limits.nodes, limits.depth, limits.branch)
     rival = greedy_tree(acceptance, costs, limits)
@@ -224,8 +210,22 @@ def greedy_tree(
         reach.append(b)
         depths.append(depths[node] + 1)
         children.append(0)
-    template = TreeTemplate(tuple(parents), tuple(ranks))
-    return priced(template, acceptance, costs, "greedy")
+    return priced(_by_level(parents, ranks), acceptance, costs, "greedy")
+
+
+def _by_level(parents: Sequence[int], ranks: Sequence[int]) -> TreeTemplate:
+    """The order that ``TreeTable.template`` has, so that equal trees are equal templates."""
+    below: list[list[int]] = [[] for _ in range(len(parents) + 1)]
+    for node, parent in enumerate(parents, 1):
+        below[parent].append(node)
+    order = [0]
+    for node in order:
+        order += sorted(below[node], key=lambda at: ranks[at - 1])
+    place = {node: at for at, node in enumerate(order)}
+    return TreeTemplate(
+        tuple(place[parents[node - 1]] for node in order[1:]),
+        tuple(ranks[node - 1] for node in order[1:]),
+    )
 
 
 def _cells(
