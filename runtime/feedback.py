@@ -16,6 +16,8 @@ MEMORY = 0.95
 PRIOR = 4.0
 """Hits and misses, each, that speak for the calibration; they also lead back to it when nothing is
 drafted any more, so that drafting is tried again."""
+HOPE = 0.005
+"""By how much a cycle that drafts nothing brings hope back: slowly, for each try costs a pass."""
 BOUND = 4.0
 """Most that the odds are scaled, up or down."""
 
@@ -33,8 +35,10 @@ class Feedback:
         """Hits and misses, decayed, of rank 0 and of the others."""
         self._expected = [[0.0, 0.0], [0.0, 0.0]]
         """What the calibration said of the same nodes."""
-        self._usual = [sum(row) / len(row) for row in growth.hits]
-        """Running mean of the calibrated probability, by rank."""
+        self._hopes = [max(row) for row in growth.hits]
+        self._usual = list(self._hopes)
+        """Running mean of the calibrated probability, by rank. It begins with hope, which costs a
+        pass where it is wrong; too little hope would never be put right."""
 
     def calibrated(self, rank: int, probability: float) -> float:
         """Measured acceptance of a candidate, given that its parent is accepted."""
@@ -78,6 +82,9 @@ class Feedback:
         for sums in (*self._met, *self._expected):
             sums[0] *= MEMORY
             sums[1] *= MEMORY
+        if len(tree) == 1:
+            pairs = zip(self._usual, self._hopes, strict=True)
+            self._usual = [mean + HOPE * (hope - mean) for mean, hope in pairs]
         accepted = set(path)
         for parent in path:
             for node in tree.children(parent):

@@ -269,6 +269,18 @@ def test_bad_luck_makes_smaller_trees():
     assert max(after.verified.depths) < max(before.verified.depths)
 
 
+def test_drafting_that_did_not_pay_is_tried_again():
+    feedback, passes = Feedback(GROWTH), list[int]()
+    poor = ScriptedDrafter(lambda _path, _count: Candidates((10,), (0.05,)), pass_us=70.0)
+    for _ in range(200):
+        poor.begin([])
+        _, found = grown(poor, StepTimes(), feedback=feedback)
+        feedback.observe(found.verified, found.ranks, found.chances, [ROOT])
+        passes.append(len(poor.passes))
+    tried = [at for at, count in enumerate(passes) if count]
+    assert 0 < sum(at >= 100 for at in tried) < 25
+
+
 def test_bands_include_their_lower_edge_and_ranks_beyond_repeat_the_last():
     feedback = Feedback(GROWTH)
     assert feedback.calibrated(0, 0.1) == 0.2
