@@ -1,7 +1,7 @@
 """Writes what a model becomes in a plan folder: weights, graphs, tokenizer."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from onnx import ModelProto
 
@@ -31,6 +31,14 @@ class Emission(NamedTuple):
     weights: Artefact
     tensors: tuple[TensorRef, ...]
     tokenizer: Artefact
+
+
+class FileSink(Protocol):
+    """Where graphs go: ``runtime.plan_folder.PlanWriter``."""
+
+    def write(self, relative: str, data: bytes) -> Artefact:
+        """Write a file whole and say what it is."""
+        ...
 
 
 class EmittedWeights(NamedTuple):
@@ -76,7 +84,7 @@ def emit_graphs(
     context: int,
     attention: AttentionKernel,
     tensors: Sequence[TensorRef],
-    writer: PlanWriter,
+    writer: FileSink,
     streamed: Collection[SubLayerId] = (),
 ) -> tuple[Graph, ...]:
     """Write the graphs over weights that are written already.

@@ -215,15 +215,12 @@ class FlashReader:
         try:
             if direct := getattr(os, "O_DIRECT", 0):
                 try:
-                    descriptor = os.open(self._file, os.O_RDONLY | direct)
+                    return _readable(self._file, os.O_RDONLY | direct), True
                 except OSError as error:
+                    # Some file systems refuse to open so, others to read
                     if error.errno != errno.EINVAL:
                         raise
-                else:
-                    if _reads_directly(descriptor):
-                        return descriptor, True
-                    os.close(descriptor)
-            return os.open(self._file, os.O_RDONLY), False
+            return _readable(self._file, os.O_RDONLY), False
         except OSError as error:
             raise self._failed("cannot open the weights", error.strerror) from error
 
@@ -311,12 +308,13 @@ class FlashReader:
         return FlashError(what, where=self._file, found=found, expected=expected, hint=_RECOVERY)
 
 
-def _reads_directly(descriptor: int) -> bool:
-    """Some file systems open a file for direct reads and then refuse them."""
-    with mmap.mmap(-1, ALIGNMENT_BYTES) as page:
-        try:
+def _readable(file: Path, flags: int) -> int:
+    """A descriptor of a file whose first block could be read."""
+    descriptor = os.open(file, flags)
+    try:
+        with mmap.mmap(-1, ALIGNMENT_BYTES) as page:
             os.preadv(descriptor, [page], 0)
-        except OSError as error:
-            if error.errno == errno.EINVAL:
-                return False
-    return True
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor

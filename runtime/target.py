@@ -47,7 +47,7 @@ class Target:
         reader: FlashReader | None = None,
     ) -> None:
         self.spec = spec
-        self._reader = reader
+        self.reader = reader
         self.attention = attention
         self.all_on = np.ones(spec.sub_layers, np.bool_)
         self._table = tensors["embed"]
@@ -75,8 +75,8 @@ class Target:
 
     def embed(self, ids: Sequence[int]) -> Array:
         """Rows of the embedding table, [n, hidden] float32."""
-        if self._reader is not None:
-            self._reader.check_length()
+        if self.reader is not None:
+            self.reader.check_length()
         at = np.asarray(ids, np.int64)
         rows = self._table[at].astype(np.float32)
         if self._scale is None:
@@ -164,12 +164,12 @@ class Target:
     @property
     def flash(self) -> FlashCounters | None:
         """What was streamed so far; None where all sub-layers are in memory."""
-        return self._reader.counters if self._reader else None
+        return self.reader.counters if self.reader else None
 
     def stop(self) -> None:
         """Let a pass that waits for weights end with a ``FlashError``, from whichever thread."""
-        if self._reader is not None:
-            self._reader.close()
+        if self.reader is not None:
+            self.reader.close()
 
     def close(self) -> None:
         """Release the sessions, and the reader."""
