@@ -25,6 +25,7 @@ from planner.options import (
     Model,
     Modes,
     NewTokens,
+    OtherDevice,
     Output,
     Plan,
     Prompts,
@@ -220,6 +221,29 @@ def explain(
     from planner.commands import inspect as body
 
     body.explain_plan(terminal_of(ctx, quiet, verbose), plan, output, as_json)
+
+
+@app.command()
+def simulate(
+    ctx: typer.Context,
+    plan: Plan,
+    device: OtherDevice = None,
+    dram_budget: DramBudget = None,
+    flash_rate: FlashRate = None,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """Predict a plan's time: its cycles on their lanes, and what if.
+
+    \b
+    Example:
+      plan simulate my.plan --device oneplus12 --dram-budget 1GiB --flash-rate 2GB
+    """
+    from planner.commands import simulate as body
+
+    wish = body.Wish(device, dram_budget, flash_rate)
+    body.simulate_plan(terminal_of(ctx, quiet, verbose), plan, wish, as_json)
 
 
 @app.command()

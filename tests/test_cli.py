@@ -35,7 +35,10 @@ from runtime.session import load
 SKIPPING = Recipe(masks=((2, 5),), faint=(2, 5), cycles=((0, Cycle(DraftSource.SKIP, 3, mask=1)),))
 ELSEWHERE = msgspec.structs.replace(SKIPPING, soc="a chip that nobody has")
 PLAN_COMMAND = Path(sys.executable).parent / "plan"
-COMMANDS = ("devices", "profile", "compile", "inspect", "explain", "run", "verify", "bench")
+COMMANDS = (
+    *("devices", "profile", "compile", "inspect", "explain", "simulate"),
+    *("run", "verify", "bench"),
+)
 HEAVY = {"torch", "onnx", "onnxruntime", "ortools", "networkx", "transformers", "rich"}
 
 Compiled = Callable[[Recipe], Path]
@@ -154,6 +157,8 @@ def test_no_arguments_show_the_help(plan: Plan) -> None:
         (["profile", "oneplus12", "--refresh"], ["host"]),
         (["inspect", "none.plan"], ["none.plan", "plan compile"]),
         (["explain", "none.plan"], ["none.plan"]),
+        (["simulate", "none.plan"], ["none.plan"]),
+        (["simulate", "none.plan", "--flash-rate", "fast"], ["1.5G"]),
         (["run", "none.plan", "--prompt", "x"], ["none.plan"]),
         (["run", "none.plan", "--prompt", "@none.txt"], ["none.txt"]),
         (["run", "none.plan", "--prompt", "x", "--max-new-tokens", "0"], ["--max-new-tokens"]),
