@@ -17,12 +17,13 @@ from planner import cli
 from planner.prompt_file import Prompt, bundled_prompts
 from planner.verify import cycles_to_verify, decode, reference_label, verify
 from profiles.words import AttentionKernel, SubLayerId
-from runtime.cycle import Decoding
+from runtime.cycle import Decoding, Draft
 from runtime.plan import Residency
 from runtime.plan_cycles import ALONE, OFF, Cycle, DraftShape, DraftSource
 from runtime.plan_folder import read_plan
 from runtime.sampling import GREEDY, Sampling
 from runtime.session import Session, load
+from runtime.tree import Accepted
 
 Compiled = Callable[[Recipe], Path]
 
@@ -46,11 +47,12 @@ def wrong_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     """A verify pass that, whenever there is a draft, takes its first token unseen."""
     honest = Decoding._verify
 
-    def gullible(self: Decoding, draft: Sequence[int], lone: bool) -> tuple[list[int], float]:
-        added, us = honest(self, draft, lone)
-        if draft and added[0] != draft[0]:
-            self.tokens[-1] = draft[0]
-        return added, us
+    def gullible(self: Decoding, draft: Draft, cycle: Cycle) -> tuple[Accepted, float]:
+        accepted, us = honest(self, draft, cycle)
+        drafted = draft.tree.tokens[1:2]
+        if drafted and accepted.tokens[:1] != drafted:
+            accepted.tokens[-1] = drafted[0]
+        return accepted, us
 
     monkeypatch.setattr(Decoding, "_verify", gullible)
 

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -40,10 +39,7 @@ class Loading(msgspec.Struct, frozen=True):
 
     def open(self, path: Path) -> Session:
         """The loaded plan."""
-        slowed: dict[str, Any] = {}
-        if self.flash_rate is not None:
-            slowed["flash_rate"] = self.flash_rate
-        return load(path, emulate=self.emulate, threads=self.threads, **slowed)
+        return load(path, emulate=self.emulate, threads=self.threads, flash_rate=self.flash_rate)
 
 
 def parse_rival(text: str) -> Rival:
