@@ -116,7 +116,7 @@ def emit_graphs(
 
 def write_graphs(
     models: Mapping[GraphKind, tuple[ModelProto, Sequence[TensorRef]]],
-    writer: PlanWriter,
+    writer: FileSink,
     folder: str = "",
 ) -> tuple[Graph, ...]:
     """Write graphs, each with the tensors that it takes, into ``folder`` ("" or ``name/``)."""

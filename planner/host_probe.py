@@ -60,21 +60,25 @@ class _Kept:
 
 
 @contextmanager
-def probe_target(spec: ModelSpec, threads: int, fmt: Format = Format.W8A16) -> Generator[Target]:
+def probe_target(
+    spec: ModelSpec,
+    threads: int,
+    fmt: Format = Format.W8A16,
+    attention: AttentionKernel = AttentionKernel.FUSED,
+) -> Generator[Target]:
     """A model of random weights, emitted and opened as a plan's is."""
     with TemporaryDirectory(prefix="fulcrum-") as name:
         folder, context = Path(name), min(spec.max_context, 2048)
         with WeightsWriter(folder / WEIGHTS_FILE) as writer:
             kept = _Kept(writer)
             refs = write_weights(_RandomSource(spec), fmt, context, kept)
-        fused = AttentionKernel.FUSED
-        of_head, of_layers = head_tensors(refs), layer_tensors(refs, fused)
+        of_head, of_layers = head_tensors(refs), layer_tensors(refs, attention)
         emitted = (
-            (GraphKind.LAYERS, of_layers, layers_graph(spec, fmt, context, fused, of_layers)),
+            (GraphKind.LAYERS, of_layers, layers_graph(spec, fmt, context, attention, of_layers)),
             (GraphKind.HEAD, of_head, head_graph(spec, fmt, of_head)),
         )
         graphs = [_written(folder, kind, used, model) for kind, used, model in emitted]
-        target = Target(folder, spec, graphs, kept.arrays, threads, fused)
+        target = Target(folder, spec, graphs, kept.arrays, threads, attention)
         try:
             yield target
         finally:

@@ -79,12 +79,6 @@ DramBudget = Annotated[
     int | None,
     typer.Option("--dram-budget", metavar="SIZE", parser=parse_size, help="Such as 512MB or 2GiB."),
 ]
-FlashRate = Annotated[
-    int | None,
-    typer.Option(
-        "--flash-rate", metavar="SIZE", parser=parse_size, help="Bytes a second, such as 1.5GB."
-    ),
-]
 OtherDevice = Annotated[
     str | None,
     typer.Option("--device", metavar="NAME", help="Price it there; default: as the plan has it."),

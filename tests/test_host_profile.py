@@ -19,6 +19,7 @@ from planner.host_profile import (
     host_profile,
     measure_host,
 )
+from planner.streamed_probe import call_time
 from profiles.errors import InputError
 from profiles.measure import Kernel, Progress, Stamp, cpu_description, measured
 from profiles.points import AttentionShape, GlueShape, LinearShape, Point, Quantity, Shape
@@ -226,12 +227,16 @@ def shrink(monkeypatch: pytest.MonkeyPatch) -> None:
     parts = [part for kind in SubLayerKind for part in sub_layer_parts(SPEC, kind)]
     products = {shape: 2 for _, shape in parts if isinstance(shape, LinearShape)}
     monkeypatch.setattr(host_kernels, "LINEAR", products)
+    monkeypatch.setattr(host_kernels, "STREAMED", products)
+    monkeypatch.setattr(host_kernels, "POOL_BYTES", 2**17)
     monkeypatch.setattr(host_kernels, "ATTENTION", {AttentionShape(4, 2, 16): 2})
     monkeypatch.setattr(host_kernels, "CONTEXTS", (host_kernels.PROBE_CONTEXT,))
     monkeypatch.setattr(host_kernels, "GLUE", (GlueShape(64),))
     monkeypatch.setattr(host_kernels, "PROBE", SPEC)
     monkeypatch.setattr("planner.host_profile.BLOCK_BYTES", (4096,))
+    monkeypatch.setattr("planner.host_profile.READER_BYTES", 4096)
     monkeypatch.setattr("planner.host_profile._STORAGE_S", 0.1)
+    monkeypatch.setattr("planner.host_profile._BESIDE_S", 0.1)
 
 
 def fake_kernels(
@@ -273,8 +278,15 @@ def test_measuring_runs_every_kernel_and_divides_by_its_repeats(
     assert {p.format for p in products} == set(Format)
     # grouped again after being measured in another order, so that the file stays small
     assert [p.operator for p in profile.points] == sorted(
-        (p.operator for p in profile.points), key=["linear", "attention", "glue"].index
+        (p.operator for p in profile.points),
+        key=["linear", "streamed_linear", "attention", "exact_attention", "glue"].index,
     )
+    cpu = profile.processors[0]
+    assert cpu.supports[Operator.STREAMED_LINEAR] == (Format.W8A16, Format.W8A8)
+    assert cpu.supports[Operator.EXACT_ATTENTION] == (Format.F32,)
+    assert cpu.stream_call_us is not None
+    assert profile.storage.reading_slowdown is not None
+    assert profile.storage.reading_slowdown.value >= 1
     assert [file.name for file in tmp_path.iterdir()] == ["profiles"]
 
 
@@ -320,6 +332,24 @@ def test_passes_faster_than_their_operators_take_nothing_off_glue() -> None:
     alone = [entry for width in (1, 4) for entry in parts_alone(width, 10.0)]
     passes = [whole_pass(0.1, 1, 0), whole_pass(5.0, 1, 512), whole_pass(5.0, 4, 512)]
     assert fit(alone, passes, SPEC) == (0.0, 0.0)
+
+
+def test_a_streamed_call_is_what_it_takes_beyond_its_operators() -> None:
+    points = [
+        point(operator, shape, 30.0, width, 0, fmt)
+        for width in (1, 4)
+        for operator, shape in sub_layer_parts(SPEC, SubLayerKind.MLP, streamed=True)
+        for fmt in (Format.F32 if operator is Operator.GLUE else Format.W8A16,)
+    ]
+    glue = GlueShape(SPEC.hidden)
+    calls = [
+        point(Operator.GLUE, glue, 90.0 + beyond, width, 0, Format.W8A16, "stream")
+        for width, beyond in ((1, 100.0), (4, 140.0), (8, 5000.0))
+    ]
+    found = call_time(points, calls, SPEC)
+    assert found is not None
+    assert found.value == pytest.approx(120.0)
+    assert call_time([], calls, SPEC) is None
 
 
 @pytest.mark.parametrize("kept_passes", [0, 1, 2])

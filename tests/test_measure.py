@@ -15,6 +15,7 @@ from profiles.measure import (
     cpu_description,
     measure_kernels,
     measure_memory_bandwidth,
+    measure_reading_slowdown,
     measure_storage,
     measured,
     memory_total_bytes,
@@ -232,3 +233,21 @@ def test_this_machine_can_be_described():
     assert "CPU" in cpu_description()
     assert software_versions(kernels="1.0")["kernels"] == "1.0"
     assert MIN_REPEATS <= REPEATS
+
+
+@pytest.mark.parametrize(("beside_s", "expected"), [(1.5, 1.5), (0.8, 1.0)])
+def test_slowdown_is_the_ratio_of_work_beside_reads_to_work_alone(
+    tmp_path: Path, beside_s: float, expected: float
+):
+    time, turns = FakeTime(), [0]
+
+    def work() -> None:
+        # once to warm up, then alone and beside in turns
+        time.now_s += beside_s if turns[0] and turns[0] % 2 == 0 else 1.0
+        turns[0] += 1
+
+    found = measure_reading_slowdown(
+        *(tmp_path, work), block_bytes=4096, budget_s=9, stamp=STAMP, file_bytes=8192, clock=time
+    )
+    assert found.value == pytest.approx(expected)
+    assert list(tmp_path.iterdir()) == []

@@ -12,14 +12,16 @@ from onnx import numpy_helper
 from lowering.operator_graphs import (
     OperatorGraph,
     attention_graph,
+    exact_attention_graph,
     glue_graph,
     linear_graph,
     node_chain,
     probe_spec,
+    streamed_linear_graph,
 )
 from lowering.quantize import linear_reference
 from planner.host_probe import probe_target
-from planner.operator_session import OperatorSession
+from planner.operator_session import OperatorSession, WeightPool
 from profiles.points import AttentionShape, GlueShape, LinearShape
 from profiles.words import Format
 from runtime.backends import open_session
@@ -59,6 +61,17 @@ def test_each_8_bit_product_is_the_reference_of_its_own_weights(fmt: Format) -> 
         weight, scale = stored[f"w.{i}"], stored[f"w.{i}.scale"]
         expected = linear_reference(torch.from_numpy(x[f"x.{i}"]), weight, scale, fmt).numpy()
         np.testing.assert_allclose(got[f"y.{i}"], expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("fmt", [Format.W8A16, Format.W8A8])
+def test_weights_from_outside_give_bit_for_bit_what_constant_ones_give(fmt: Format) -> None:
+    shape = LinearShape(48, 40)
+    graph = linear_graph(shape, fmt, repeats=2)
+    x = {f"x.{i}": noise(5, 48, seed=i) for i in range(2)}
+    weights = {name: w for name, w in constants(graph).items() if name.startswith("w.")}
+    streamed = evaluate(streamed_linear_graph(shape, fmt, repeats=2), x | weights)
+    for name, expected in evaluate(graph, x).items():
+        np.testing.assert_array_equal(streamed[name], expected)
 
 
 def test_each_f32_product_is_the_plain_one() -> None:
@@ -112,6 +125,30 @@ def test_attention_is_softmax_over_past_and_own_rows() -> None:
         np.testing.assert_allclose(got[f"out.{i}"], out, atol=1e-4)
         np.testing.assert_allclose(got[f"new_key.{i}"][0, :, : past + width], keys, atol=1e-5)
         np.testing.assert_array_equal(got[f"new_value.{i}"][0, :, : past + width], values)
+
+
+def test_exact_attention_is_softmax_over_past_and_own_rows() -> None:
+    shape, width, past = AttentionShape(4, 2, 16), 3, 6
+    graph = exact_attention_graph(shape, context=32, repeats=2)
+    own = np.where(np.tri(width, dtype=np.bool_), 0, -1e30).astype(np.float32)
+    feeds: dict[str, Any] = {
+        "hidden": noise(width, 64),
+        "positions": np.arange(past, past + width)[None],
+        "mask": np.concatenate([np.zeros((width, past), np.float32), own], axis=1),
+    }
+    for i in range(2):
+        feeds[f"qkv.{i}"] = noise(width, 128, seed=i)
+        feeds[f"key.{i}"] = noise(2, past, 16, seed=10 + i)
+        # on the grid, as the pass before left them
+        feeds[f"value.{i}"] = np.round(4096 * noise(2, past, 16, seed=20 + i))
+    got = evaluate(graph, feeds)
+    for i in range(2):
+        past_rows = {"key": feeds[f"key.{i}"], "value": feeds[f"value.{i}"] / 4096}
+        plain = feeds | {f"{name}.{i}": rows[None] for name, rows in past_rows.items()}
+        out, keys, values = attention(plain, i, past)
+        np.testing.assert_allclose(got[f"out.{i}"], out, atol=1e-3)
+        np.testing.assert_allclose(got[f"new_key.{i}"], keys[:, past:], atol=1e-5)
+        np.testing.assert_allclose(got[f"new_value.{i}"] / 4096, values[:, past:], atol=1e-3)
 
 
 def attention(feeds: dict[str, Any], layer: int, past: int) -> tuple[Floats, Floats, Floats]:
@@ -176,9 +213,11 @@ def test_session_runs_every_operator_at_any_width_and_context() -> None:
         attention_graph(AttentionShape(4, 2, 16), 64, 2),
         glue_graph(GlueShape(32), 1),
         node_chain(3),
+        exact_attention_graph(AttentionShape(4, 2, 16), 64, 2),
+        streamed_linear_graph(LinearShape(32, 48), Format.W8A16, 2),
     ]
     for graph in graphs:
-        session = OperatorSession(graph, threads=1)
+        session = OperatorSession(graph, threads=1, pool=WeightPool(2**14))
         for width, context in ((1, 8), (4, 8), (1, 16), (1, 8)):
             session.run(width, context)
         session.close()
@@ -194,3 +233,11 @@ def test_probe_model_runs_as_a_plans_target_does() -> None:
         np.testing.assert_array_equal(skipped.hidden, target.embed([1, 2, 3]))
     assert logits.shape == (3, spec.vocab)
     assert np.isfinite(logits).all()
+
+
+def test_windows_of_a_pool_do_not_overlap_until_all_of_it_was_handed_out() -> None:
+    pool = WeightPool(3 * 4096)
+    first, second, third = (pool.take((64, 48)) for _ in range(3))
+    assert not np.shares_memory(first, second)
+    assert not np.shares_memory(second, third)
+    assert np.shares_memory(first, pool.take((10, 10)))
