@@ -228,9 +228,8 @@ def replay_static(text: TextRanks, template: TreeTemplate) -> list[Replayed]:
         while accepted < room and (node, text.ranks[done + accepted]) in child:
             node = child[node, text.ranks[done + accepted]]
             accepted += 1
-        # A leaf has no row in the draft's cache, nor has anything where nothing was drafted
-        unread = int(node not in internal or depths[node] >= room)
-        behind = unread if levels else behind + 1
+        # A leaf has no row in the draft's cache
+        behind = int(node not in internal or depths[node] >= room)
         cycles.append(Replayed(len(drafted), tuple(levels), accepted))
         done += accepted + 1
     return cycles
