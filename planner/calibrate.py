@@ -26,6 +26,13 @@ from planner.agreement import (
     skip_losses,
 )
 from planner.corpus import Text, committed_cache, continue_prompts
+from planner.draft_acceptance import (
+    DraftRanks,
+    DraftReading,
+    TextRanks,
+    find_ranks,
+    merged_ranks,
+)
 from planner.locks import locked
 from planner.prompt_file import Prompt, Split
 from planner.quality import measure_quality
@@ -71,6 +78,7 @@ class Store(msgspec.Struct):
     """By text, then by sub-layer."""
     drafts: list[Draft] = msgspec.field(default_factory=list)
     quality: Quality | None = None
+    ranks: list[DraftRanks] = msgspec.field(default_factory=list)
 
 
 def calibration_digest(
@@ -182,6 +190,20 @@ class Calibration:
             self._caches = split, caches
         return self._caches[1]
 
+    def draft_ranks(self, reading: DraftReading, split: Split) -> list[TextRanks]:
+        """What a draft model holds of the target's text, at every position of ``split``."""
+        known = find_ranks(self._store.ranks, reading.digest, split)
+        if known is None:
+            self._store.ranks.append(known := DraftRanks(reading.digest, split, []))
+        texts = self.texts(split)
+        stage = f"reading along with the draft model ({split})"
+        for index in range(len(known.texts), len(texts)):
+            self._report(stage, index, len(texts))
+            known.texts.append(reading.ranks(texts[index]))
+            self._save()
+        self._report(stage, len(texts), len(texts))
+        return known.texts
+
     def quality(self, source: ModelSource) -> Quality:
         """The target format against f32 on the report split."""
         if self._store.quality is None:
@@ -242,6 +264,7 @@ def merged(one: Store, other: Store) -> Store:
         losses=max(one.losses, other.losses, key=len),
         drafts=list(drafts.values()),
         quality=one.quality or other.quality,
+        ranks=merged_ranks(one.ranks, other.ranks),
     )
 
 

@@ -69,31 +69,58 @@ def draft_digest(draft: DraftModel) -> str:
     return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()
 
 
-def text_ranks(model: Target, rows: DraftRows, vocab: int, text: Text) -> TextRanks:
-    """One teacher-forced reading of ``text`` by the draft model; ``rows`` are overwritten.
+class DraftReading:
+    """A draft model, opened to read texts along with the target."""
 
-    ``vocab`` is the target's.
-    """
-    rows.keep(())
-    cache, last, found = rows.cache, len(text.tokens) - 1, list[Candidates]()
-    for start in range(0, last, CHUNK_ROWS):
-        ids = text.tokens[start : min(start + CHUNK_ROWS, last)]
-        result = model.run_chain(known_ids(ids, model.spec.vocab), start, cache)
-        cache.commit(result.keys, result.values, slice(0, len(ids)))
-        judged = max(text.roots.start - start, 0)
-        if judged < len(ids):
-            logits = model.logits(result.hidden[judged:])[:, :vocab]
-            found += [ranked(row, 0, GREEDY, TOP) for row in logits]
-    following = text.tokens[text.prompt_tokens :]
-    return TextRanks(
-        text.id,
-        text.category,
-        tuple(
-            candidates.ids.index(token) if token in candidates.ids else TOP
-            for candidates, token in zip(found, following, strict=True)
-        ),
-        tuple(tuple(round(p, 6) for p in candidates.probabilities) for candidates in found),
-    )
+    def __init__(self, draft: DraftModel, model: Target, context: int, vocab: int) -> None:
+        """``model`` are the sessions of ``draft``, ``vocab`` is the target's."""
+        self.digest = draft_digest(draft)
+        self._model = model
+        self._rows = DraftRows(draft, context)
+        self._vocab = vocab
+
+    def ranks(self, text: Text) -> TextRanks:
+        """One teacher-forced pass over ``text``, in pieces."""
+        found = self._candidates(text)
+        return TextRanks(
+            text.id,
+            text.category,
+            tuple(
+                candidates.ids.index(token) if token in candidates.ids else TOP
+                for candidates, token in zip(found, text.tokens[text.prompt_tokens :], strict=True)
+            ),
+            tuple(tuple(round(p, 6) for p in candidates.probabilities) for candidates in found),
+        )
+
+    def _candidates(self, text: Text) -> list[Candidates]:
+        """Those after each of the text's roots."""
+        self._rows.keep(())
+        model, cache, found = self._model, self._rows.cache, list[Candidates]()
+        last = len(text.tokens) - 1
+        for start in range(0, last, CHUNK_ROWS):
+            ids = text.tokens[start : min(start + CHUNK_ROWS, last)]
+            result = model.run_chain(known_ids(ids, model.spec.vocab), start, cache)
+            cache.commit(result.keys, result.values, slice(0, len(ids)))
+            judged = max(text.roots.start - start, 0)
+            if judged < len(ids):
+                logits = model.logits(result.hidden[judged:])[:, : self._vocab]
+                found += [ranked(row, 0, GREEDY, TOP) for row in logits]
+        return found
+
+
+def find_ranks(known: Iterable[DraftRanks], digest: str, split: Split) -> DraftRanks | None:
+    """What is known of a draft model on ``split``."""
+    return next((one for one in known if (one.digest, one.split) == (digest, split)), None)
+
+
+def merged_ranks(one: Sequence[DraftRanks], other: Sequence[DraftRanks]) -> list[DraftRanks]:
+    """All that is in either; of what both have, whatever went further."""
+    found = {(ranks.digest, ranks.split): ranks for ranks in other}
+    for ranks in one:
+        rival = found.get((ranks.digest, ranks.split))
+        if rival is None or len(rival.texts) <= len(ranks.texts):
+            found[ranks.digest, ranks.split] = ranks
+    return list(found.values())
 
 
 class RankCounts(msgspec.Struct, frozen=True):
@@ -201,40 +228,44 @@ def replay_static(text: TextRanks, template: TreeTemplate) -> list[Replayed]:
         while accepted < room and (node, text.ranks[done + accepted]) in child:
             node = child[node, text.ranks[done + accepted]]
             accepted += 1
-        # A leaf has no row in the draft's cache, nor has anything where nothing was drafted
-        unread = int(node not in internal or depths[node] >= room)
-        behind = unread if levels else behind + 1
+        # A leaf has no row in the draft's cache
+        behind = int(node not in internal or depths[node] >= room)
         cycles.append(Replayed(len(drafted), tuple(levels), accepted))
         done += accepted + 1
     return cycles
 
 
-class _Recorded:
-    """A drafter that notes the rows of its passes."""
+class Recorded:
+    """A drafter that notes the rows of its passes; reading the prompt is not drafting."""
 
-    def __init__(self, drafter: DraftModelDrafter) -> None:
+    def __init__(self, drafter: DraftModelDrafter, prompt_tokens: int) -> None:
         self.levels: list[int] = []
         self._drafter = drafter
+        self._prompt_tokens = prompt_tokens
+        self._new = 0
         self.accept = drafter.accept
         self.price_us = drafter.price_us
 
     def begin(self, tokens: Sequence[int], /) -> None:
+        """As ``Drafter.begin``."""
         self.levels = []
+        self._new = len(tokens) - self._prompt_tokens
         self._drafter.begin(tokens)
 
     def expand(self, tree: TokenTree, nodes: Sequence[NodeId], count: int) -> list[Candidates]:
-        self.levels.append(self._drafter.behind + len(nodes))
+        """As ``Drafter.expand``."""
+        self.levels.append(min(self._drafter.behind, self._new) + len(nodes))
         return self._drafter.expand(tree, nodes, count)
 
 
-Drafting = Callable[[TokenTree, _Recorded, int, int], tuple[TokenTree, Sequence[NodeId]]]
+Drafting = Callable[[TokenTree, Recorded, int, int], tuple[TokenTree, Sequence[NodeId]]]
 """Fills a tree that is a lone root: (tree, drafter, most depth, committed tokens) -> what is
 verified, and the number in the drafted tree of each of its nodes."""
 
 
 def replay_drafting(text: Text, drafter: DraftModelDrafter, draft: Drafting) -> list[Replayed]:
     """Real drafting over a text whose continuation is known: no pass of the target is needed."""
-    recorded = _Recorded(drafter)
+    recorded = Recorded(drafter, text.prompt_tokens)
     cycles: list[Replayed] = []
     done, total = text.prompt_tokens, len(text.tokens)
     while done < total:
