@@ -112,7 +112,7 @@ class Calibration:
         self._prompts = split_prompts(prompts)
         self._new_tokens = min(NEW_TOKENS, context // 2)
         self._prompt_tokens = min(MAX_PROMPT_TOKENS, context - self._new_tokens)
-        self._report = report
+        self.report = report
         self._file = folder / f"{digest}.json"
         self._store = read_store(self._file)
         self._caches: tuple[Split, list[KvCache]] | None = None
@@ -124,7 +124,7 @@ class Calibration:
             stage = f"continuing {len(encoded)} prompts ({split})"
             made = continue_prompts(
                 *(self._target, encoded, self._new_tokens, self._tokens),
-                lambda done: self._report(stage, done, self._new_tokens),
+                lambda done: self.report(stage, done, self._new_tokens),
             )
             usable = [(text, cache) for text, cache in made if len(text.roots) > 1]
             if not usable:
@@ -151,13 +151,13 @@ class Calibration:
         """What each sub-layer is worth: the loss when it alone is left out (search split)."""
         texts = spread(self.texts(Split.SEARCH), LOSS_TEXTS)
         for index in range(len(self._store.losses), len(texts)):
-            self._report("leaving out single sub-layers", index, len(texts))
+            self.report("leaving out single sub-layers", index, len(texts))
             text = texts[index]
             roots = spread(text.roots, LOSS_ROOTS)
             cache = committed_cache(self._target, text.tokens)
             self._store.losses.append(skip_losses(self._target, text, cache, roots))
             self._save()
-        self._report("leaving out single sub-layers", len(texts), len(texts))
+        self.report("leaving out single sub-layers", len(texts), len(texts))
         return pooled(self._store.losses[: len(texts)])
 
     def draft_agreement(
@@ -173,9 +173,9 @@ class Calibration:
         texts = self.texts(split)
         stage = f"drafting without {len(key)} sub-layers ({split})"
         for index, (text, cache) in enumerate(zip(texts, self._split_caches(split), strict=True)):
-            self._report(stage, index, len(texts))
+            self.report(stage, index, len(texts))
             total += draft_agreement(self._target, text, cache, key, depth)
-        self._report(stage, len(texts), len(texts))
+        self.report(stage, len(texts), len(texts))
         self._store.drafts.append(Draft(key, split, total))
         self._save()
         return total
@@ -185,7 +185,7 @@ class Calibration:
             texts = self.texts(split)
             caches: list[KvCache] = []
             for index, text in enumerate(texts):
-                self._report(f"reading prompts ({split})", index, len(texts))
+                self.report(f"reading prompts ({split})", index, len(texts))
                 caches.append(committed_cache(self._target, text.tokens))
             self._caches = split, caches
         return self._caches[1]
@@ -198,10 +198,10 @@ class Calibration:
         texts = self.texts(split)
         stage = f"reading along with the draft model ({split})"
         for index in range(len(known.texts), len(texts)):
-            self._report(stage, index, len(texts))
+            self.report(stage, index, len(texts))
             known.texts.append(reading.ranks(texts[index]))
             self._save()
-        self._report(stage, len(texts), len(texts))
+        self.report(stage, len(texts), len(texts))
         return known.texts
 
     def quality(self, source: ModelSource) -> Quality:
@@ -210,7 +210,7 @@ class Calibration:
             texts = self.texts(Split.REPORT)
             self._store.quality = measure_quality(
                 *(source, self._target, texts),
-                partial(self._report, "comparing with f32"),
+                partial(self.report, "comparing with f32"),
             )
             self._save()
         return self._store.quality

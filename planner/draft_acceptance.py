@@ -19,6 +19,7 @@ from profiles.words import NodeId
 from runtime.draft_model import CHUNK_ROWS, DraftModelDrafter, DraftRows, known_ids
 from runtime.plan import DraftModel
 from runtime.plan_cycles import TreeTemplate
+from runtime.pricing import PriceList
 from runtime.sampling import GREEDY, Candidates, ranked
 from runtime.target import Target
 from runtime.tree import TokenTree, follow
@@ -91,6 +92,10 @@ class DraftReading:
             ),
             tuple(tuple(round(p, 6) for p in candidates.probabilities) for candidates in found),
         )
+
+    def drafter(self, prices: PriceList) -> DraftModelDrafter:
+        """One that drafts greedily, at these prices."""
+        return DraftModelDrafter(self._model, self._rows, prices, GREEDY, self._vocab)
 
     def _candidates(self, text: Text) -> list[Candidates]:
         """Those after each of the text's roots."""
@@ -245,6 +250,11 @@ class Recorded:
         self._new = 0
         self.accept = drafter.accept
         self.price_us = drafter.price_us
+
+    @property
+    def passes(self) -> int:
+        """As ``Drafter.passes``."""
+        return self._drafter.passes
 
     def begin(self, tokens: Sequence[int], /) -> None:
         """As ``Drafter.begin``."""

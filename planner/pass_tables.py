@@ -9,8 +9,9 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from planner.lanes import Flash, Stage
 from planner.placement import Assignment, Machine, PlacedPass, Work, place, price
-from planner.simulate import Flash, Stage, stream_table
+from planner.simulate import stream_table
 from profiles.errors import FulcrumError
 from profiles.words import AttentionKernel, Format, ProcessorKind, SubLayerId
 from runtime.cycle import commit_width

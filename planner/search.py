@@ -18,8 +18,9 @@ from planner.cycles import (
     rank,
     skip_option,
 )
-from planner.layers import Proposal, Surrogate, propose, values
+from planner.layers import SHARES, Proposal, Surrogate, propose, values
 from planner.lookup import LookupOutcome, replay, replay_all
+from planner.model_drafts import ModelDrafts
 from planner.pass_tables import PassTimes
 from planner.placement import Machine
 from planner.prompt_file import Split
@@ -55,32 +56,61 @@ class BucketChoice(msgspec.Struct, frozen=True):
 class Search:
     """Draft options by bucket; agreement is measured once per mask, whatever asks for it."""
 
-    def __init__(self, machine: Machine, calibration: Calibration, context: int) -> None:
+    def __init__(
+        self,
+        machine: Machine,
+        calibration: Calibration,
+        context: int,
+        drafts: ModelDrafts | None = None,
+    ) -> None:
+        """``machine`` has all of the target in memory; its buckets are those of every plan."""
+        self._machine = machine
         self._calibration = calibration
-        losses = calibration.skip_losses()
-        self._worth = values(losses, Surrogate.AGREEMENT)
-        self._proposals = [
-            (part, propose(losses, _units(part, machine.spec.sub_layers)))
-            for part in ranges(machine, context)
-        ]
+        self._drafts = drafts
+        self.ranges = ranges(machine, context)
+        self._worth: list[float] = []
+        self._proposals: dict[Range, list[Proposal]] = {}
         self._lookups: list[LookupOutcome] | None = None
 
     def run(self, times: PassTimes) -> list[BucketChoice]:
         """All buckets under one assignment of the target."""
-        return settle([self._bucket(times, part, proposed) for part, proposed in self._proposals])
+        return settle([self._bucket(times, part) for part in self.ranges])
 
-    def _bucket(self, times: PassTimes, part: Range, proposals: Sequence[Proposal]) -> BucketChoice:
+    def _bucket(self, times: PassTimes, part: Range) -> BucketChoice:
         at = part.middle
         off, plain = off_option(times, at), plain_option(times, at)
         options = [off, *self._lookup_options(times, at)]
+        if self._drafts is not None and times.draft is not None:
+            options += self._drafts.options(times, at)
         to_beat = max(option.tokens_per_s for option in (plain, *options))
+        proposed = hopeful = 0
+        if could_skip(times, at, to_beat):
+            skips, proposed, hopeful = self._skip_options(times, part, to_beat)
+            options += skips
+        return BucketChoice(part, tuple(rank(options, off)), plain, proposed, hopeful)
+
+    def _skip_options(
+        self, times: PassTimes, part: Range, to_beat: float
+    ) -> tuple[list[Option], int, int]:
+        """Chains under the best masks, with how many were proposed and how many could win."""
+        at, proposals = part.middle, self._proposed(part)
         favourite, hopeful = self._hopeful(times, at, proposals, to_beat)
         masks = self._promising(times, at, hopeful)[:FINALISTS]
+        options: list[Option] = []
         for mask in masks or [favourite]:
             depth = DEPTH if masks else 1
             counts = self._calibration.draft_agreement(mask, Split.RESCORE, depth)
             options += [skip_option(times, at, mask, counts, n) for n in range(1, DEPTH + 1)]
-        return BucketChoice(part, tuple(rank(options, off)), plain, len(proposals), len(hopeful))
+        return options, len(proposals), len(hopeful)
+
+    def _proposed(self, part: Range) -> list[Proposal]:
+        """What the knapsack proposes; what single skips lose is measured when it is needed."""
+        if part not in self._proposals:
+            losses = self._calibration.skip_losses()
+            self._worth = values(losses, Surrogate.AGREEMENT)
+            units = _units(part, self._machine.spec.sub_layers)
+            self._proposals[part] = propose(losses, units)
+        return self._proposals[part]
 
     def reported(self, times: PassTimes, choice: BucketChoice) -> Option:
         """The chosen option as the report split has it."""
@@ -89,6 +119,8 @@ class Search:
         if cycle.draft is DraftSource.SKIP:
             counts = self._calibration.draft_agreement(chosen.skipped, Split.REPORT, DEPTH)
             return skip_option(times, at, chosen.skipped, counts, cycle.length)
+        if cycle.draft is DraftSource.MODEL and self._drafts is not None:
+            return self._drafts.scored(times, at, chosen, Split.REPORT)
         if cycle.draft is DraftSource.NGRAM:
             texts = self._calibration.texts(Split.REPORT)
             outcome = replay(texts, cycle.ngram_min, cycle.ngram_max, cycle.length)
@@ -138,6 +170,21 @@ class Search:
 def _units(part: Range, sub_layers: int) -> list[float]:
     """Knapsack weight of each sub-layer."""
     return [float((part.attention_units, part.mlp_units)[i % 2]) for i in range(sub_layers)]
+
+
+def could_skip(times: PassTimes, at: int, to_beat: float) -> bool:
+    """Whether the cheapest draft under a skip mask would win if all of it were accepted.
+
+    A streamed target would read what drafts, once for every token: it never does.
+    """
+    if times.streaming is not None:
+        return False
+    full = times.drafting((), at)
+    cheapest = full.head_us + min(SHARES) * (full.us - full.head_us) + times.cycle_us
+    return any(
+        1e6 * (n + 1) > to_beat * (n * cheapest + times.cycle_us + times.committing(n + 1, at).us)
+        for n in range(1, DEPTH + 1)
+    )
 
 
 def fastest(times: PassTimes, at: int, mask: Mask, counts: DepthCounts) -> float:
