@@ -25,8 +25,10 @@ __all__ = ["Candidates", "Drafter", "NgramDrafter", "SkipDrafter", "fill_chain",
 class Drafter(Protocol):
     """Proposes tokens for the nodes of one tree at a time: ``begin``, ``expand``, ``accept``."""
 
-    passes: int
-    """Of a model, so far; look-ups have none."""
+    @property
+    def passes(self) -> int:
+        """Of a model, so far; look-ups have none."""
+        ...
 
     def begin(self, tokens: Sequence[int], /) -> None:
         """Start a draft after these committed tokens, whatever was committed since the last one.
