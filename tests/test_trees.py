@@ -5,8 +5,10 @@ import itertools
 import time
 from collections.abc import Iterator
 from functools import cache
+from unittest.mock import patch
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -179,6 +181,15 @@ def test_the_search_is_never_below_the_greedy_tree(acceptance, costs, nodes, dep
     speeds = [tree.per_us for tree in (found.best, *found.runners_up)]
     assert speeds == sorted(speeds, reverse=True)
     assert found.best.per_us >= greedy.per_us
+
+
+@settings(max_examples=15)
+@given(acceptance=sorted_rates, nodes=st.integers(10, 24), depth=st.integers(2, 5))
+def test_sizes_that_are_left_out_of_the_table_change_nothing(acceptance, nodes, depth):
+    quick = TreeTable(acceptance, nodes, depth, BRANCH).tokens
+    with patch("planner.tree_table._fits", return_value=True):
+        slow = TreeTable(acceptance, nodes, depth, BRANCH).tokens
+    np.testing.assert_allclose(quick, slow, rtol=1e-6)
 
 
 @given(acceptance=rates)
