@@ -169,9 +169,9 @@ class _Growing:
         highest with when it is gone on with: so nodes are batched only where that beats a series.
         """
         _, best = self._cut([node.reach for node in self._known], self.draft_us)
-        chosen = 0
+        chosen, usual = 0, self._usual()
         for count in _sizes(self._growth.batch) if self._frontier else ():
-            promise = self._promise(count, drafter, context)
+            promise = self._promise(count, usual, drafter, context)
             if promise > best * RISE:
                 best, chosen = promise, count
         batch = self._frontier[:chosen]
@@ -206,9 +206,8 @@ class _Growing:
                 best, at = ratio, count
         return at, best
 
-    def _promise(self, count: int, drafter: Drafter, context: int) -> float:
+    def _promise(self, count: int, usual: Sequence[float], drafter: Drafter, context: int) -> float:
         """Best G / C within the horizon in passes of ``count`` nodes that find what is usual."""
-        usual = self._usual()
         reaches = [node.reach for node in self._known]
         frontier = [(node.reach, node.depth) for node in self._frontier]
         us, best = self.draft_us, 0.0

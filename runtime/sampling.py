@@ -104,30 +104,50 @@ def ranked(logits: _Floats, position: int, sampling: Sampling, count: int) -> Ca
     """
     _check_finite(logits[int(logits.argmax())], position)
     if sampling.temperature == 0:
-        return _largest_of(logits, None, count)
-    with np.errstate(over="ignore"):
+        return _best(logits, None, 0.0, count)
+    with np.errstate(over="ignore", divide="ignore"):
         kept = kept_tokens(logits, sampling)
         last = len(logits) - 1 if kept is None else int(kept[-1])
         draws = _generator(sampling, position).random_raw(last + 1)
         if kept is not None:
             logits, draws = logits[kept], draws[kept]
-        # As in ``_race``, to the last bit
-        offsets = logits.astype(np.float64) - np.float64(logits.max())
-        scores = offsets / sampling.temperature - np.log(_exponential(draws))
-    return _largest_of(scores, kept, count)
+        left, rest = _contenders(logits, draws, sampling.temperature, count)
+        scores = _scores(logits, draws, left, sampling.temperature)
+    return _best(scores, left if kept is None else kept[left], rest, count)
 
 
-def _largest_of(
-    scores: _Floats | NDArray[np.float64], ids: _Indices | None, count: int
+def _best(
+    scores: _Floats | NDArray[np.float64], ids: _Indices | None, rest: float, count: int
 ) -> Candidates:
-    """Ranked by score, of equals the first; ``ids`` are the tokens if not all have a score."""
+    """Ranked by score, of equals the first; ``ids`` of None are the places themselves.
+
+    ``rest`` is the sum of exp(score) over tokens that are not listed.
+    """
     found = _largest(scores, count)
     found = found[np.argsort(-scores[found], kind="stable")]
     found = found[scores[found] > -np.inf]
-    weights = np.exp(scores - scores[found[0]])
-    shares = weights[found] / weights.sum(dtype=np.float64)
+    peak = scores[found[0]]
+    total = np.exp(scores - peak).sum(dtype=np.float64) + rest * np.exp(-np.float64(peak))
+    shares = np.exp(scores[found] - peak) / total
     tokens = found if ids is None else ids[found]
     return Candidates(tuple(tokens.tolist()), tuple(shares.tolist()))
+
+
+def _contenders(
+    logits: _Floats, draws: _Draws, temperature: float, count: int
+) -> tuple[_Indices, float]:
+    """Tokens that may be among the ``count`` best, ascending, and the sum of exp(score) over all
+    others. Who cannot beat the worst of the ``count`` most probable is out, as in ``_race``."""
+    floor = _scores(logits, draws, _largest(logits, count), temperature).min()
+    # Further down weights vanish in f32, and would not tell apart who may still win
+    if floor < -50:
+        return np.arange(len(logits), dtype=np.int64), 0.0
+    weights = np.exp((logits - logits.max()) / np.float32(temperature))
+    uniform = _upper_halves(draws)
+    left = np.flatnonzero(uniform <= weights * np.float32(1.001 * np.exp(-floor)))
+    rest = weights / -np.log1p(-uniform)
+    rest[left] = 0
+    return left, float(rest.sum(dtype=np.float64))
 
 
 def kept_tokens(logits: _Floats, sampling: Sampling) -> _Indices | None:
@@ -170,13 +190,21 @@ def _race(logits: _Floats, draws: _Draws, temperature: float) -> int:
     weights = np.exp((logits - logits[best]) / np.float32(temperature))
     # 1e-3 is far more than the rounding of u and w
     to_beat = np.float32(1.001 * _exponential(draws[best : best + 1])[0])
-    # The upper halves never exceed the whole, and become floats ten times as fast
-    halves = (draws >> np.uint64(32)).astype(np.uint32)
-    uniform = halves.astype(np.float32) * np.float32(2.0**-32)
-    left = np.flatnonzero(uniform <= weights * to_beat)
-    offsets = logits[left].astype(np.float64) - np.float64(logits[best])
-    scores = offsets / temperature - np.log(_exponential(draws[left]))
-    return int(left[scores.argmax()])
+    left = np.flatnonzero(_upper_halves(draws) <= weights * to_beat)
+    return int(left[_scores(logits, draws, left, temperature).argmax()])
+
+
+def _scores(
+    logits: _Floats, draws: _Draws, at: _Indices, temperature: float
+) -> NDArray[np.float64]:
+    """``(logit - largest logit) / temperature`` with noise added, of the tokens ``at``."""
+    offsets = logits[at].astype(np.float64) - np.float64(logits.max())
+    return offsets / temperature - np.log(_exponential(draws[at]))
+
+
+def _upper_halves(draws: _Draws) -> _Floats:
+    """Uniform variates, never above those of the whole draws, and ten times as fast."""
+    return (draws >> np.uint64(32)).astype(np.uint32).astype(np.float32) * np.float32(2.0**-32)
 
 
 def _exponential(draws: _Draws) -> NDArray[np.float64]:

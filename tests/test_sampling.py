@@ -304,3 +304,22 @@ def test_greedy_candidates_are_the_largest_logits_of_equals_the_first():
 def test_candidates_of_a_damaged_row_are_refused():
     with pytest.raises(FulcrumError, match="position 4"):
         ranked(np.array([1, np.nan], np.float32), 4, GREEDY, 2)
+
+
+@pytest.mark.parametrize("temperature", [0.001, 0.05, 0.8, 5.0])
+@pytest.mark.parametrize("warped", [{}, {"top_p": 0.9}, {"top_k": 300}])
+def test_candidates_of_a_large_vocabulary_are_those_of_noise_added_to_every_token(
+    temperature, warped
+):
+    for position, row in enumerate(random_logits(20, 20_000)):
+        sampling = Sampling(temperature, seed=11, **warped)
+        kept = kept_tokens(row, sampling)
+        ids = np.arange(len(row)) if kept is None else kept
+        generator = np.random.Philox(key=np.array([11, position], dtype=np.uint64))
+        uniform = generator.random_raw(len(row))[ids].astype(np.float64) * 2.0**-64
+        scores = row[ids].astype(np.float64) / temperature - np.log(-np.log1p(-uniform))
+        order = np.argsort(-scores, kind="stable")[:6]
+        shares = np.exp(scores[order] - scores.max()) / np.exp(scores - scores.max()).sum()
+        found = ranked(row, position, sampling, 6)
+        assert found.ids == tuple(ids[order])
+        assert found.probabilities == pytest.approx(shares, rel=1e-4, abs=1e-12)

@@ -5,8 +5,10 @@ import itertools
 import time
 from collections.abc import Iterator
 from functools import cache
+from unittest.mock import patch
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -181,6 +183,15 @@ def test_the_search_is_never_below_the_greedy_tree(acceptance, costs, nodes, dep
     assert found.best.per_us >= greedy.per_us
 
 
+@settings(max_examples=15)
+@given(acceptance=sorted_rates, nodes=st.integers(10, 24), depth=st.integers(2, 5))
+def test_sizes_that_are_left_out_of_the_table_change_nothing(acceptance, nodes, depth):
+    quick = TreeTable(acceptance, nodes, depth, BRANCH).tokens
+    with patch("planner.tree_table._fits", return_value=True):
+        slow = TreeTable(acceptance, nodes, depth, BRANCH).tokens
+    np.testing.assert_allclose(quick, slow, rtol=1e-6)
+
+
 @given(acceptance=rates)
 def test_the_more_is_allowed_the_more_is_committed(acceptance):
     tokens = TreeTable(acceptance, 12, 4, 3).tokens
@@ -216,6 +227,34 @@ def test_counts_become_rates_down_to_the_last_depth_that_was_tried():
     counts = RankCounts((9, 4, 0), ((5, 2), (3, 1), (0, 0)))
     assert rank_rates(counts) == ((0.5, 0.2), (0.6, 0.2))
     assert rank_rates(RankCounts((0,), ((0, 0),))) == ((0.0, 0.0),)
+
+
+class ExampleCosts(msgspec.Struct):
+    """Of ``docs/trees.md``, in milliseconds."""
+
+    least_ms: float = 0.0
+    steps: tuple[int, ...] = (1, 4, 8)
+
+    def draft_us(self, rows: int, /) -> float:
+        return 1e3 * (18 + 2 * rows)
+
+    def cycle_us(self, draft_us: float, rows: int, /) -> float:
+        rest = {1: 80, 4: 90, 8: 110}[self.steps[bisect.bisect_left(self.steps, rows)]]
+        return max(draft_us + 1e3 * rest, 1e3 * self.least_ms)
+
+
+def test_the_documented_example_is_what_the_search_finds():
+    acceptance, limits = [(0.80, 0.10), (0.70, 0.15)], TreeLimits(7, 8, 2)
+    best = search_trees(acceptance, ExampleCosts(), limits).best
+    assert best.template == TreeTemplate((0, 1, 1), (0, 0, 1))
+    assert (best.tokens, 1e6 * best.per_us) == pytest.approx((2.48, 19.08), abs=0.005)
+    greedy = greedy_tree(acceptance, ExampleCosts(), limits)
+    assert greedy.template == TreeTemplate((0, 0, 1), (0, 1, 0))
+    assert 1e6 * greedy.per_us == pytest.approx(18.92, abs=0.005)
+    chain = search_trees(acceptance, ExampleCosts(), TreeLimits(7, 8, 1)).best
+    assert (chain.nodes, 1e6 * chain.per_us) == (3, pytest.approx(18.35, abs=0.005))
+    streamed = search_trees(acceptance, ExampleCosts(300.0), limits).best
+    assert (streamed.depth, streamed.tokens) == (6, pytest.approx(3.473, abs=5e-4))
 
 
 def test_trees_of_64_rows_are_searched_to_the_end(capsys):
