@@ -151,7 +151,7 @@ def title(reader: Reader, fits: Sequence[Fit]) -> str:
 
 def main() -> None:
     """Fit all rows with all readers and print the tables."""
-    argparse.ArgumentParser(description=__doc__.partition("\n")[0]).parse_args()
+    argparse.ArgumentParser(description="Fits the simulator to Lever's Table 6.").parse_args()
     for reader in (DOUBLE, AHEAD):
         print(report(reader, [fitted(row, reader, OTHER_US) for row in TABLE_6]), end="\n\n")
     tried: list[tuple[float, Reader, list[Fit]]] = []
