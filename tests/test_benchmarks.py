@@ -203,3 +203,11 @@ def test_loading_is_timed_in_a_process_of_its_own(
     found = benchmark("session_overhead").loading(compiled(Recipe()), 1, True, repeat=1)
     assert 0 < found.import_s + found.load_s + found.first_token_s < found.process_s
     assert found.format == "w8a16"
+
+
+def test_two_constants_a_row_explain_levers_table_6_within_a_tenth(benchmark: Any) -> None:
+    lever = benchmark("lever_table6")
+    coarse = range(0, 2_000_000, 100_000)
+    fits = [lever.fitted(row, lever.DOUBLE, coarse) for row in lever.TABLE_6]
+    assert sum(fit.error for fit in fits) / len(fits) < 0.1
+    assert "mean error" in lever.report(lever.DOUBLE, fits)

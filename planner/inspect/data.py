@@ -38,7 +38,7 @@ MEASURED = ("plan.buckets[].forecast.acceptance", "plan.quality")
 def plan_data(plan: ExecutionPlan) -> dict[str, object]:
     """The plan with its derived numbers, in types that ``json`` writes; keys as above."""
     need = plan.memory
-    total_bytes = need.weights_bytes + need.kv_bytes + need.interpreter_bytes
+    total_bytes = need.total_bytes
     return {
         "plan": msgspec.to_builtins(plan),
         "buckets": [_bucket_data(plan, figures) for figures in bucket_figures(plan)],

@@ -35,14 +35,13 @@ def gantt(timeline: Timeline) -> list[str]:
     if any(event.lane == FLASH for event in events):
         names.append(FLASH)
     most = max((held.slots for held in timeline.ring), default=0)
-    label = max(len(name) for name in (*names, "ring"))
-    lines = [
-        f"{name:<{label}} |{_lane([e for e in events if e.lane == name], end_us)}|"
-        for name in names
-    ]
+    rows = {name: _lane([e for e in events if e.lane == name], end_us) for name in names}
     if most:
-        lines.append(f"{'ring':<{label}} |{_ring(timeline, end_us, most)}|")
-    return lines
+        rows["ring"] = _ring(timeline, end_us, most)
+    # What a lane does for less than a character of time is not seen
+    seen = {name: row for name, row in rows.items() if row.strip()}
+    label = max(map(len, seen), default=0)
+    return [f"{name:<{label}} |{row}|" for name, row in seen.items()]
 
 
 def _lane(events: Sequence[Event], end_us: float) -> str:

@@ -41,7 +41,7 @@ def plan_svg(plan: ExecutionPlan) -> str:
 
 def _title(canvas: Canvas, plan: ExecutionPlan) -> float:
     need = plan.memory
-    total_bytes = need.weights_bytes + need.kv_bytes + need.interpreter_bytes
+    total_bytes = need.total_bytes
     room = RIGHT - MARGIN
     title = f"{clean(plan.model.name, 90)} on {clean(plan.device.name, 40)}"
     facts = " · ".join(
@@ -51,6 +51,8 @@ def _title(canvas: Canvas, plan: ExecutionPlan) -> float:
             f"{plan.model.layers} layers, {plan.model.sub_layers} sub-layers",
             f"context up to {plan.context}",
             f"{bytes_label(total_bytes)} of {bytes_label(plan.device.memory_budget_bytes)} memory",
+            *([f"{len(plan.residency.streamed)} stream from flash"] if plan.residency else []),
+            *([f"drafts with {clean(plan.draft.model.name, 40)}"] if plan.draft else []),
         )
     )
     canvas.text(MARGIN, 58, fitting(title, room, 26, bold=True), size=26, bold=True)

@@ -31,6 +31,7 @@ from planner.inspect.units import (
 from profiles.words import SubLayerId
 from runtime.plan import ExecutionPlan
 from runtime.plan_tables import PassKind, Placement
+from runtime.weight_ranges import aligned, sub_layer_bytes
 
 COLUMNS = 100
 RUNS, SKIPPED = "■", "□"
@@ -51,6 +52,7 @@ def plan_text(plan: ExecutionPlan) -> str:
         ["Buckets (times predicted)", *_bucket_table(plan, figures)],
         ["Passes (times predicted)", *_pass_lines(plan, figures)],
         ["Skip masks", *_mask_lines(plan)],
+        *_residency_sections(plan),
         _origin_lines(plan),
     )
     return "\n\n".join("\n".join(lines) for lines in sections) + "\n"
@@ -75,6 +77,8 @@ def _head_lines(plan: ExecutionPlan) -> list[str]:
         ),
         *field("format", _format_line(plan)),
         *field("memory", _memory_line(plan)),
+        *_flash_lines(plan),
+        *_draft_lines(plan),
         *field(
             "context",
             f"{plan.context} tokens, read in chunks of {plan.prefill.chunk}; "
@@ -126,13 +130,46 @@ def _numerics_lines(plan: ExecutionPlan) -> list[str]:
 
 def _memory_line(plan: ExecutionPlan) -> str:
     need = plan.memory
-    total_bytes = need.weights_bytes + need.kv_bytes + need.interpreter_bytes
-    return (
-        f"{bytes_label(total_bytes)} of {bytes_label(plan.device.memory_budget_bytes)}: "
-        f"weights {bytes_label(need.weights_bytes)}, KV {bytes_label(need.kv_bytes)} "
-        f"({bytes_label(plan.kv.bytes_per_token)} a token), "
-        f"interpreter {bytes_label(need.interpreter_bytes)}"
+    parts = [
+        f"weights {bytes_label(need.weights_bytes)}",
+        f"KV {bytes_label(need.kv_bytes)} ({bytes_label(plan.kv.bytes_per_token)} a token)",
+        f"interpreter {bytes_label(need.interpreter_bytes)}",
+    ]
+    if need.draft_bytes:
+        parts.append(f"draft model {bytes_label(need.draft_bytes)}")
+    if need.ring_bytes:
+        parts.append(f"ring {bytes_label(need.ring_bytes)}")
+    budget = bytes_label(plan.device.memory_budget_bytes)
+    return f"{bytes_label(need.total_bytes)} of {budget}: {', '.join(parts)}"
+
+
+def _flash_lines(plan: ExecutionPlan) -> list[str]:
+    if plan.residency is None:
+        return []
+    away = plan.residency.streamed
+    sizes = sub_layer_bytes(plan.tensors)
+    read_bytes = sum(aligned(sizes[each].bytes) for each in away if each in sizes)
+    attention, mlp = mask_counts(frozenset(away))
+    text = (
+        f"{len(away)} of {plan.model.sub_layers} sub-layers ({attention} attention, {mlp} MLP) "
+        f"stream, {bytes_label(read_bytes)} a pass; ring of "
+        f"{counted(plan.residency.slots, 'slot')} a kind, "
+        f"reads of {bytes_label(plan.residency.read_bytes)}"
     )
+    return field("flash", text)
+
+
+def _draft_lines(plan: ExecutionPlan) -> list[str]:
+    draft = plan.draft
+    if draft is None:
+        return []
+    model = draft.model
+    text = (
+        f"{clean(model.name, _NAME_LIMIT)}: {model.layers} layers, hidden {model.hidden}, "
+        f"{draft.formats}, {draft.attention} attention, "
+        f"KV {bytes_label(draft.kv.bytes_per_token)} a token"
+    )
+    return field("draft model", text)
 
 
 def _bucket_table(plan: ExecutionPlan, figures: Sequence[BucketFigures]) -> list[str]:
@@ -242,15 +279,27 @@ def _mask_lines(plan: ExecutionPlan) -> list[str]:
             f"  mask {mask.id}: {len(skipped)} of {plan.model.sub_layers} left out "
             f"({attention} attention, {mlp} MLP)"
         )
-        rows = mask_rows(plan.model.layers, skipped)
-        for start in range(0, plan.model.layers, MASK_LAYERS):
-            for kind, running in rows.items():
-                cells = "".join(
-                    RUNS if runs_here else SKIPPED
-                    for runs_here in running[start : start + MASK_LAYERS]
-                )
-                lines.append(f"    {kind.value:<{_LABEL - 2}}{cells}")
+        lines.extend(_picture(plan, skipped))
     return lines
+
+
+def _residency_sections(plan: ExecutionPlan) -> list[list[str]]:
+    """What streams, as a picture; nothing for a plan that is all in memory."""
+    if plan.residency is None:
+        return []
+    legend = f"  {RUNS} stays in memory, {SKIPPED} streams from flash; one column per layer"
+    return [["Residency", legend, *_picture(plan, frozenset(plan.residency.streamed))]]
+
+
+def _picture(plan: ExecutionPlan, hollow: frozenset[SubLayerId]) -> list[str]:
+    """A row of cells for attention and one for MLP, those of ``hollow`` being empty."""
+    rows = mask_rows(plan.model.layers, hollow)
+    return [
+        f"    {kind.value:<{_LABEL - 2}}"
+        + "".join(RUNS if full else SKIPPED for full in cells[start : start + MASK_LAYERS])
+        for start in range(0, plan.model.layers, MASK_LAYERS)
+        for kind, cells in rows.items()
+    ]
 
 
 def _origin_lines(plan: ExecutionPlan) -> list[str]:
