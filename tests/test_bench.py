@@ -335,6 +335,7 @@ def test_a_rival_of_another_model_is_refused(
     [
         (["--modes", ""], "no modes to measure"),
         (["--flash-rate", "500MB"], "not a rate"),
+        (["--flash-rate", "500MB/s"], "streams nothing"),
         (["--modes", "tree8"], "only its own can be run"),
         (["--modes", "online"], "does not grow trees"),
         (["--modes", "model8"], "no draft model"),
