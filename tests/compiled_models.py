@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 from tiny_models import GQA, ArraySource, TinyShape, tiny_spec, tiny_weights
 
+from lowering.draft_emission import emit_draft
 from lowering.emission import Emission, emit
 from profiles.measure import cpu_description
 from profiles.words import (
@@ -39,7 +40,7 @@ from runtime.plan import (
     SkipMask,
     formats_of,
 )
-from runtime.plan_cycles import OFF, Cycle, NumericsClass
+from runtime.plan_cycles import OFF, Cycle, Growth, NumericsClass, TreeTemplate
 from runtime.plan_tables import CostTables, PassKind, PassTable, StreamTable
 from runtime.plan_writer import PlanWriter
 from runtime.sampling import GENERATOR
@@ -73,6 +74,10 @@ class Recipe(msgspec.Struct, frozen=True):
     """Of the cache with exact attention."""
     chunk: int = 16
     residency: Residency | None = None
+    draft_seed: int | None = None
+    """Of a draft model of the same shape; the model's own seed makes a perfect one."""
+    trees: tuple[TreeTemplate, ...] = ()
+    growths: tuple[Growth, ...] = ()
 
 
 def recipe_source(recipe: Recipe) -> ArraySource:
@@ -94,6 +99,12 @@ def compile_recipe(recipe: Recipe, folder: Path) -> ExecutionPlan:
         streamed = recipe.residency.streamed if recipe.residency else ()
         emission = emit(source, recipe.format, recipe.context, writer, recipe.attention, streamed)
         plan = _plan(recipe, source.spec, emission)
+        if recipe.draft_seed is not None:
+            drafting = recipe_source(msgspec.structs.replace(recipe, seed=recipe.draft_seed))
+            draft = emit_draft(
+                drafting, Format.W8A16, recipe.context, writer, AttentionKernel.EXACT
+            )
+            plan = msgspec.structs.replace(plan, draft=draft)
         writer.commit(plan)
     return plan
 
@@ -126,6 +137,8 @@ def _plan(recipe: Recipe, spec: ModelSpec, emission: Emission) -> ExecutionPlan:
         hysteresis_tokens=4,
         placements=(),
         residency=recipe.residency,
+        trees=recipe.trees,
+        growths=recipe.growths,
         tables=_tables(len(skipped), len(recipe.cycles) if recipe.residency else 0),
         graphs=emission.graphs,
         weights=emission.weights,
@@ -178,6 +191,7 @@ def _tables(masks: int, streams: int) -> CostTables:
             table(PassKind.AR, 0, AR_US),
             table(PassKind.VERIFY, 0, VERIFY_US),
             table(PassKind.PREFILL, 0, VERIFY_US),
+            table(PassKind.PROPOSE, 0, DRAFT_US),
             *drafts,
         ),
         head_widths=(1, 1024),

@@ -9,7 +9,7 @@ import documented
 import pytest
 from compiled_models import AR_US, CYCLE_US, HEAD_ROW_US, Recipe
 from tiny_models import MHA
-from tree_plans import tree_plan
+from tree_plans import FORK, FORKED, GROWTH, LONG, tree_plan
 from varied_plans import SKIP as SKIPPING_4
 from varied_plans import varied_plan
 
@@ -22,6 +22,8 @@ from planner.modes import Mode, best_mask, parse_mode, parse_modes, speculates
 from planner.prompt_file import Prompt
 from planner.sizes import parse_rate
 from profiles.errors import InputError
+from profiles.words import AttentionKernel, SubLayerId
+from runtime.plan import Residency
 from runtime.plan_cycles import ALONE, OFF, Cycle, DraftSource
 from runtime.plan_folder import read_plan
 from runtime.session import load
@@ -31,6 +33,16 @@ Compiled = Callable[[Recipe], Path]
 
 SKIP = Cycle(DraftSource.SKIP, 3, mask=2)
 SKIPPING = Recipe(masks=((2,), (2, 5)), faint=(2, 5), cycles=((0, SKIP),))
+STREAMED = Recipe(
+    masks=((2, 5),),
+    faint=(2, 5),
+    attention=AttentionKernel.EXACT,
+    cycles=((0, FORKED),),
+    residency=Residency((SubLayerId(1), SubLayerId(2), SubLayerId(5)), 2, 1 << 16),
+    draft_seed=0,
+    trees=(FORK, LONG),
+    growths=(GROWTH,),
+)
 ELSEWHERE = Recipe(masks=((2, 5),), soc="a chip that nobody has")
 PROMPTS = [
     Prompt("one", "code", "for the end of the end"),
@@ -291,6 +303,25 @@ def test_bench_measures_rivals_beside_the_plan(
     assert max(map(len, text.splitlines())) <= 100
 
 
+def test_every_mode_of_a_streamed_plan_is_exact_and_shows_its_draft(
+    compiled: Compiled, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wanted = "chain4,model2,skip2,ngram3,tree4,tree,online,spec"
+    arguments = ["--modes", wanted, "--limit", "1", "--flash-rate", "800MB/s"]
+    data = json.loads(bench(capsys, compiled(STREAMED), "--json", *arguments))
+    modes = data["modes"]
+    assert list(modes) == [
+        *("ar", "chain4", "model2", "skip2", "ngram3", "tree3", "online", "spec"),
+    ]
+    assert all(mode["token_exact"] for mode in modes.values())
+    assert data["flash_rate_bytes_per_s"] == 800_000_000
+    # The draft model has the target's own weights
+    assert modes["chain4"]["acceptance_by_depth"] == [1.0] * 4
+    assert modes["tree3"]["per_cycle"]["nodes_by_depth"][0] > 1
+    assert modes["model2"]["per_cycle"]["draft_passes"] >= 1
+    assert modes["ar"]["per_cycle"]["draft_passes"] == 0
+
+
 def test_a_rival_of_another_model_is_refused(
     compiled: Compiled, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -304,6 +335,7 @@ def test_a_rival_of_another_model_is_refused(
     [
         (["--modes", ""], "no modes to measure"),
         (["--flash-rate", "500MB"], "not a rate"),
+        (["--flash-rate", "500MB/s"], "streams nothing"),
         (["--modes", "tree8"], "only its own can be run"),
         (["--modes", "online"], "does not grow trees"),
         (["--modes", "model8"], "no draft model"),

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 from compiled_models import Recipe
-from tree_plans import FORKED, tree_plan
+from tree_plans import FORK, FORKED, GROWTH, LONG, tree_plan
 from varied_plans import varied_plan
 
 from planner import cli
@@ -33,6 +33,15 @@ SKIPPING = Recipe(masks=((2, 5),), faint=(2, 5), cycles=((0, SKIP),))
 CHANGING = Recipe(masks=((2, 5),), faint=(2, 5), cycles=((0, NGRAM), (40, SKIP), (80, OFF)))
 PLAIN = Recipe()
 ALONE_EVERYWHERE = Recipe(cycles=((0, ALONE),))
+LOADED = Recipe(
+    masks=((2, 5),),
+    faint=(2, 5),
+    attention=AttentionKernel.EXACT,
+    cycles=((0, FORKED), (20, OFF)),
+    draft_seed=0,
+    trees=(FORK, LONG),
+    growths=(GROWTH,),
+)
 PROMPTS = [Prompt("one", "code", "for the end of"), Prompt("two", "chat", "in the self")]
 SAMPLED = Sampling(temperature=1.0, seed=3)
 
@@ -65,6 +74,19 @@ def test_tiny_plans_are_token_exact(compiled: Compiled, recipe: Recipe) -> None:
     assert result.prompts == 2
     assert result.tokens == 2 * 2 * 48
     assert result.samplings == ("greedy", "sampled")
+
+
+@pytest.mark.parametrize("streamed", [(), (1, 2, 5)], ids=["memory", "streamed"])
+def test_every_tree_of_every_source_is_token_exact(
+    compiled: Compiled, streamed: tuple[int, ...]
+) -> None:
+    residency = Residency(tuple(map(SubLayerId, streamed)), 2, 1 << 16) if streamed else None
+    recipe = msgspec.structs.replace(LOADED, residency=residency)
+    with load(compiled(recipe)) as session:
+        result = verify(session, PROMPTS, [GREEDY, SAMPLED], 24, quiet)
+    assert result.exact
+    assert len(result.cycles) == 10 + bool(streamed)
+    assert ("off again" in result.cycles) is bool(streamed)
 
 
 def test_every_cycle_and_draft_source_is_compared(compiled: Compiled) -> None:

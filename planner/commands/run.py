@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from planner.commands.chat import converse
-from planner.inspect.units import rate_label, three_digits, time_label
+from planner.inspect.units import bytes_label, rate_label, three_digits, time_label
 from planner.modes import parse_mode
 from planner.terminal import Terminal
 from profiles.errors import InputError
@@ -157,6 +157,11 @@ def statistics(session: Session, generation: Generation, emulate: bool) -> str:
         "drafted tokens",
         f"finished: {_REASONS[generation.finish_reason]}",
     ]
+    if stats.flash_bytes:
+        a_token = bytes_label(round(stats.flash_bytes / max(1, stats.new_tokens)))
+        lines.append(
+            f"from flash: {a_token} a token; passes waited {time_label(stats.stalled_us)} for it"
+        )
     if emulate:
         lines.append(
             f"{session.plan.device.name}, predicted, not measured: "
