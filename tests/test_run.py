@@ -16,6 +16,7 @@ from compiled_models import Recipe
 from test_cli import SKIPPING, Compiled, Plan, check_refusal, plan, prompt_file  # noqa: F401
 from tiny_models import GQA, write_hf_folder
 
+from planner.commands.run import statistics
 from runtime.plan_folder import read_plan
 from runtime.session import Session, load
 
@@ -32,6 +33,15 @@ class Keyboard(io.StringIO):
 @pytest.fixture
 def folder(compiled: Compiled) -> Path:
     return compiled(SKIPPING)
+
+
+def test_what_came_from_flash_is_told_where_weights_stream(folder: Path) -> None:
+    with load(folder) as session:
+        done = session.generate("for the end", max_new_tokens=4)
+        assert "flash" not in statistics(session, done, emulate=False)
+        done.stats.flash_bytes, done.stats.stalled_us = 8_000_000, 2500.0
+        told = statistics(session, done, emulate=False)
+    assert "from flash: 2.00 MB a token; passes waited 2.50 ms for it" in told
 
 
 def test_a_stop_text_ends_the_answer_and_says_so(plan: Plan, folder: Path) -> None:  # noqa: F811
