@@ -10,7 +10,7 @@ from planner.placement import PlacedPass, Work
 from planner.simulate import ring_bytes
 from profiles.errors import IncompatibleError
 from profiles.words import SubLayerId
-from runtime.plan import ExecutionPlan
+from runtime.plan import Bucket, ExecutionPlan
 from runtime.plan_cycles import Cycle, DraftShape, DraftSource, HeadOrder
 from runtime.plan_tables import PassKind, Placement, Span
 from runtime.pricing import PriceList
@@ -54,6 +54,11 @@ def _levels(plan: ExecutionPlan, cycle: Cycle, rows: int) -> tuple[int, ...]:
         depths.append(depths[parent] + 1)
     internal = {*template.parents}
     return tuple(sum(depths[node] == level for node in internal) for level in range(passes))
+
+
+def bucket_context(bucket: Bucket) -> int:
+    """The context that a bucket is priced at."""
+    return max(1, (bucket.context_from + bucket.context_to) // 2)
 
 
 def streamed_bytes(plan: ExecutionPlan) -> dict[SubLayerId, int]:
@@ -107,7 +112,7 @@ def planned_work(plan: ExecutionPlan, index: int) -> CycleWork:
 def device_work(plan: ExecutionPlan, index: int, times: PassTimes) -> CycleWork:
     """The same, priced with ``times``."""
     bucket, shape = plan.buckets[index], cycle_shape(plan, index)
-    context = max(1, (bucket.context_from + bucket.context_to) // 2)
+    context = bucket_context(bucket)
     head, cycle = times.target.head, bucket.cycle
     before = [*_lookup(cycle, times.machine.cpu, plan.tables.ngram_us)]
     skipped = next((m.skipped for m in plan.masks if m.id == cycle.mask), ())

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import msgspec
 
 from planner.agreement import DepthCounts
-from planner.draft_acceptance import Replayed
+from planner.draft_replay import Replayed
 from planner.lookup import LookupOutcome
 from planner.pass_tables import NGRAM_US, PassTimes
 from profiles.words import SubLayerId

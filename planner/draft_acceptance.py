@@ -1,28 +1,23 @@
-"""What a draft model is worth on known texts: ranks of the target's next tokens, and replays.
+"""What a draft model is worth on known texts: ranks of the target's tokens among its candidates.
 
 A draft that is right so far has read the very tokens that the target says. So one teacher-forced
 pass over a text, in the deployed graphs, tells at every position what any draft would propose
-there, from whatever root it came: a chain or a static tree can be replayed from the ranks alone.
-Only growth that follows probabilities, also down paths that turn out wrong, has to be drafted.
+there, from whatever root it came.
 """
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
 from planner.corpus import Text
 from planner.prompt_file import Split
-from profiles.words import NodeId
 from runtime.draft_model import CHUNK_ROWS, DraftModelDrafter, DraftRows, known_ids
 from runtime.plan import DraftModel
-from runtime.plan_cycles import TreeTemplate
 from runtime.pricing import PriceList
 from runtime.sampling import GREEDY, Candidates, ranked
 from runtime.target import Target
-from runtime.tree import TokenTree, follow
 
 TOP = 8
 """Candidates whose rank is known; of all others it is only known that they are beyond."""
@@ -50,16 +45,6 @@ class DraftRanks(msgspec.Struct):
     split: Split
     texts: list[TextRanks]
     """The first ones of the split: it may have been interrupted."""
-
-
-class Replayed(msgspec.Struct, frozen=True):
-    """One cycle of decoding a known text."""
-
-    rows: int
-    """Of the verify pass: drafted nodes, and the root."""
-    levels: tuple[int, ...]
-    """Rows of each drafting pass, in order; catching up with the text is part of the first."""
-    accepted: int
 
 
 def draft_digest(draft: DraftModel) -> str:
@@ -195,102 +180,3 @@ def band_hits(
 def band_of(bands: Sequence[float], probability: float) -> int:
     """Index of the band that ``probability`` lies in."""
     return max(sum(edge <= probability for edge in bands) - 1, 0)
-
-
-def replay_chain(text: TextRanks, length: int) -> list[Replayed]:
-    """Cycles of chains of ``length`` over the whole continuation."""
-    chain = TreeTemplate(tuple(range(length)), (0,) * length)
-    return replay_static(text, chain)
-
-
-def replay_static(text: TextRanks, template: TreeTemplate) -> list[Replayed]:
-    """Cycles of a static tree over the whole continuation; what has no room is not drafted.
-
-    What the runtime does with the deployed graphs, but for the rounding by which one row alone
-    differs from the wide passes of calibration, where attention is fused.
-    """
-    child = {
-        (parent, rank): node
-        for node, (parent, rank) in enumerate(
-            zip(template.parents, template.ranks, strict=True), start=1
-        )
-    }
-    depths = [0]
-    for parent in template.parents:
-        depths.append(depths[parent] + 1)
-    internal = set(template.parents)
-    cycles: list[Replayed] = []
-    done, behind = 0, 0
-    while done < len(text.ranks):
-        # The target's own token takes one place
-        room = len(text.ranks) - done - 1
-        drafted = [depth for depth in depths if depth <= room]
-        expanded = Counter(depths[node] for node in internal if depths[node] < room)
-        levels = [expanded[depth] for depth in sorted(expanded)]
-        if levels:
-            levels[0] += behind
-        node, accepted = 0, 0
-        while accepted < room and (node, text.ranks[done + accepted]) in child:
-            node = child[node, text.ranks[done + accepted]]
-            accepted += 1
-        # A leaf has no row in the draft's cache
-        behind = int(node not in internal or depths[node] >= room)
-        cycles.append(Replayed(len(drafted), tuple(levels), accepted))
-        done += accepted + 1
-    return cycles
-
-
-class Recorded:
-    """A drafter that notes the rows of its passes; reading the prompt is not drafting."""
-
-    def __init__(self, drafter: DraftModelDrafter, prompt_tokens: int) -> None:
-        self.levels: list[int] = []
-        self._drafter = drafter
-        self._prompt_tokens = prompt_tokens
-        self._new = 0
-        self.accept = drafter.accept
-        self.price_us = drafter.price_us
-
-    @property
-    def passes(self) -> int:
-        """As ``Drafter.passes``."""
-        return self._drafter.passes
-
-    def begin(self, tokens: Sequence[int], /) -> None:
-        """As ``Drafter.begin``."""
-        self.levels = []
-        self._new = len(tokens) - self._prompt_tokens
-        self._drafter.begin(tokens)
-
-    def expand(self, tree: TokenTree, nodes: Sequence[NodeId], count: int) -> list[Candidates]:
-        """As ``Drafter.expand``."""
-        self.levels.append(min(self._drafter.behind, self._new) + len(nodes))
-        return self._drafter.expand(tree, nodes, count)
-
-
-Drafting = Callable[[TokenTree, Recorded, int, int], tuple[TokenTree, Sequence[NodeId]]]
-"""Fills a tree that is a lone root: (tree, drafter, most depth, committed tokens) -> what is
-verified, and the number in the drafted tree of each of its nodes."""
-
-
-def replay_drafting(text: Text, drafter: DraftModelDrafter, draft: Drafting) -> list[Replayed]:
-    """Real drafting over a text whose continuation is known: no pass of the target is needed."""
-    recorded = Recorded(drafter, text.prompt_tokens)
-    cycles: list[Replayed] = []
-    done, total = text.prompt_tokens, len(text.tokens)
-    while done < total:
-        tokens = text.tokens[:done]
-        recorded.begin(tokens)
-        tree = TokenTree(tokens[-1])
-        verified, nodes = draft(tree, recorded, total - done - 1, done)
-        ahead = text.tokens[done:]
-        path = follow(verified, partial(_said, verified, ahead)).path
-        recorded.accept(tree, [nodes[at] for at in path])
-        cycles.append(Replayed(len(verified), tuple(recorded.levels), len(path) - 1))
-        done += len(path)
-    return cycles
-
-
-def _said(tree: TokenTree, ahead: Sequence[int], node: NodeId) -> int:
-    """The target's token after ``node``, which lies on its path."""
-    return ahead[tree.depths[node]]

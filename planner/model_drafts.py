@@ -25,24 +25,17 @@ from planner.cycles import (
 from planner.draft_acceptance import (
     BANDS,
     DraftReading,
-    Recorded,
-    Replayed,
     TextRanks,
     band_hits,
     rank_counts,
-    replay_chain,
-    replay_drafting,
-    replay_static,
 )
+from planner.draft_replay import Replayed, replay_chain, replay_online, replay_static
 from planner.pass_tables import PassTimes, cost_tables, possible_widths
 from planner.prompt_file import Split
 from planner.trees import TreeLimits, rank_rates, search_trees
-from profiles.words import AttentionKernel, NodeId
-from runtime.feedback import Feedback
-from runtime.growth import grow
+from profiles.words import AttentionKernel
 from runtime.plan_cycles import Growth, HeadOrder
 from runtime.pricing import PriceList
-from runtime.tree import TokenTree
 
 CHAINS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32)
 """Lengths that are tried."""
@@ -119,7 +112,8 @@ class ModelDrafts:
             cycles: list[Replayed] = []
             for index, text in enumerate(texts):
                 self._calibration.report(f"growing trees online ({split})", index, len(texts))
-                cycles += replay_drafting(text, drafter, Online(growth, prices))
+                times_after = partial(prices.cycle, 0, head=HeadOrder.BATCH)
+                cycles += replay_online(text, drafter, growth, times_after)
             self._grown[key] = Counter(cycles)
         return self._grown[key]
 
@@ -146,24 +140,3 @@ class BucketCosts(NamedTuple):
         """A whole cycle, the head running over all rows in one batch."""
         head_us = self.times.head_us(rows, self.context)
         return cycle_us(self.times, self.context, draft_us, rows, head_us)
-
-
-class Online:
-    """Drafts one text as the runtime would; ``planner.draft_acceptance.Drafting``."""
-
-    def __init__(self, growth: Growth, prices: PriceList) -> None:
-        self._growth = growth
-        self._prices = prices
-        self._feedback = Feedback(growth)
-
-    def __call__(
-        self, tree: TokenTree, drafter: Recorded, depth: int, context: int
-    ) -> tuple[TokenTree, Sequence[NodeId]]:
-        """The part of ``tree`` that is worth verifying, and its nodes' numbers in ``tree``."""
-        times = self._prices.cycle(0, context, HeadOrder.BATCH)
-        grown = grow(
-            *(tree, self._growth, drafter, times, self._feedback),
-            room_depth=depth,
-            context=context,
-        )
-        return grown.verified, grown.nodes

@@ -4,7 +4,15 @@ from collections.abc import Sequence
 
 import msgspec
 
-from planner.cycle_work import device_work, planned_flash, planned_work, streamed_bytes
+from planner.cycle_work import (
+    bucket_context,
+    cycle_shape,
+    device_work,
+    planned_flash,
+    planned_work,
+    streamed_bytes,
+)
+from planner.inspect.units import bytes_label
 from planner.lanes import CycleWork, Flash
 from planner.pass_tables import PassTimes, Streaming
 from planner.placement import Assignment, Machine, Work, place, stored_wide
@@ -21,7 +29,7 @@ from planner.simulate import Timeline, simulate
 from profiles.errors import InfeasibleError, InputError
 from profiles.profile import DeviceProfile, digest
 from profiles.words import AttentionKernel, SubLayerId
-from runtime.plan import ExecutionPlan, MemoryNeed, Residency
+from runtime.plan import ALIGNMENT_BYTES, ExecutionPlan, MemoryNeed, Residency
 from runtime.plan_cycles import DraftSource
 from runtime.plan_tables import PassKind
 
@@ -81,15 +89,14 @@ def with_budget(setting: Setting, profile: DeviceProfile, budget_bytes: int) -> 
 
 def rechosen(setting: Setting, profile: DeviceProfile, budget_bytes: int) -> Choice:
     """The residency of the plan's model under a budget on a device."""
-    plan = setting.plan
+    plan, bucket = setting.plan, setting.plan.buckets[0]
     everything = tuple(SubLayerId(s) for s in range(plan.model.sub_layers))
-    here = pass_times(plan, profile, None, None)
     rate = _rate(setting, profile)
-    away = pass_times(plan, profile, Residency(everything, 1, 4096), Flash(rate, 0.0))
-    work = device_work(plan, 0, here)
-    bucket = plan.buckets[0]
-    rows = len(work.stages) and max(1, bucket.cycle.length + 1)
-    context = max(1, (bucket.context_from + bucket.context_to) // 2)
+    # Slots and size of reads do not matter to what the passes compute
+    all_away = Residency(everything, 1, ALIGNMENT_BYTES)
+    away = pass_times(plan, profile, all_away, Flash(rate))
+    work = device_work(plan, 0, pass_times(plan, profile, None, None))
+    rows, context = cycle_shape(plan, 0).rows, bucket_context(bucket)
     load = Load(
         "first bucket",
         bucket.forecast.tokens_per_cycle,
@@ -203,7 +210,7 @@ def outcomes(setting: Setting, own: DeviceProfile | None) -> tuple[Outcome, ...]
     if profile is not None:
         for share in BUDGET_SHARES:
             budget = round(share * setting.need.total_bytes)
-            name = f"a budget of {budget / 1e6:.0f} MB"
+            name = f"a budget of {bytes_label(budget)}"
             try:
                 found.append(_outcome(name, with_budget(setting, profile, budget)))
             except InfeasibleError as error:

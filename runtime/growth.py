@@ -138,6 +138,7 @@ class _Growing:
         self._ends = ends
         self._root = _Node(None, 0, 0, 1.0, 1.0)
         self._known: list[_Node] = []
+        self._expanded = 0
         self._frontier = [self._root] if max_depth > 0 else []
 
     def add(self, parent: _Node, candidates: Candidates) -> None:
@@ -174,8 +175,10 @@ class _Growing:
             promise = self._promise(count, usual, drafter, context)
             if promise > best * RISE:
                 best, chosen = promise, count
-        batch = self._frontier[:chosen]
-        del self._frontier[:chosen]
+        # A drafter has scratch for as many nodes as may be verified
+        batch = self._frontier[: min(chosen, self._growth.max_nodes - self._expanded)]
+        del self._frontier[: len(batch)]
+        self._expanded += len(batch)
         return batch
 
     def harvest(self, tree: TokenTree) -> Grown:

@@ -33,7 +33,10 @@ def seal(path: Path, document: Any = None) -> None:
     """Record lengths and digests of all files anew, so that the plan is of one piece."""
     document = document or json.loads((path / "plan.json").read_bytes())
     entries = [graph["artefact"] for graph in document["graphs"]]
-    for entry in (*entries, document["weights"], document["tokenizer"]):
+    entries += [document["weights"], document["tokenizer"]]
+    if draft := document.get("draft"):
+        entries += [*(graph["artefact"] for graph in draft["graphs"]), draft["weights"]]
+    for entry in entries:
         data = (path / entry["path"]).read_bytes()
         entry["bytes"], entry["sha256"] = len(data), hashlib.sha256(data).hexdigest()
     seal_text(path, json.dumps(document).encode())

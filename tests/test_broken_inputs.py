@@ -16,6 +16,7 @@ from broken_files import Case, Corpus, replace
 from broken_models import folder_corpus, gguf_corpus
 from broken_plans import plan_corpus, profile_corpus, prompt_corpus, seal
 from broken_runner import LIMIT_BYTES, LIMIT_S
+from broken_streams import streamed_corpus
 from compiled_models import Recipe
 
 from profiles.errors import FulcrumError
@@ -27,6 +28,7 @@ CORPORA: dict[Callable[[Path], Corpus], int] = {
     gguf_corpus: 270,
     folder_corpus: 380,
     plan_corpus: 600,
+    streamed_corpus: 105,
     profile_corpus: 220,
     prompt_corpus: 110,
 }

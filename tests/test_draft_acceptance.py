@@ -15,25 +15,29 @@ from planner.corpus import Text
 from planner.draft_acceptance import (
     BANDS,
     TOP,
-    Drafting,
     DraftRanks,
     DraftReading,
-    Recorded,
-    Replayed,
     TextRanks,
     band_hits,
     band_of,
     draft_digest,
     rank_counts,
     rank_paths,
+)
+from planner.draft_replay import (
+    Drafted,
+    Drafting,
+    Recorded,
+    Replayed,
     replay_chain,
     replay_drafting,
+    replay_online,
     replay_static,
 )
 from planner.prompt_file import Prompt, Split
 from profiles.words import AttentionKernel, Format, NodeId
 from runtime.drafting import fill_chain, fill_static
-from runtime.plan_cycles import TreeTemplate
+from runtime.plan_cycles import Growth, TreeTemplate
 from runtime.session import Session
 from runtime.tree import ROOT, TokenTree
 
@@ -64,21 +68,17 @@ def text_of(draft: TinyDraft, wanted: Sequence[int]) -> Text:
 
 
 def on_chain(length: int) -> Drafting:
-    def fill(
-        tree: TokenTree, drafter: Recorded, room: int, context: int
-    ) -> tuple[TokenTree, Sequence[NodeId]]:
+    def fill(tree: TokenTree, drafter: Recorded, room: int, context: int) -> Drafted:
         fill_chain(tree, drafter, min(length, room), context)
-        return tree, [NodeId(node) for node in range(len(tree))]
+        return Drafted(tree, [NodeId(node) for node in range(len(tree))])
 
     return fill
 
 
 def on_template(template: TreeTemplate) -> Drafting:
-    def fill(
-        tree: TokenTree, drafter: Recorded, room: int, context: int
-    ) -> tuple[TokenTree, Sequence[NodeId]]:
+    def fill(tree: TokenTree, drafter: Recorded, room: int, context: int) -> Drafted:
         fill_static(tree, template, drafter, room, context)
-        return tree, [NodeId(node) for node in range(len(tree))]
+        return Drafted(tree, [NodeId(node) for node in range(len(tree))])
 
     return fill
 
@@ -130,6 +130,38 @@ def test_a_static_tree_replayed_from_ranks_is_the_tree_that_is_drafted(
     text = text_of(draft, wanted)
     drafted = replay_drafting(text, draft.drafter(), on_template(template))
     assert replay_static(reading(draft).ranks(text), template) == drafted
+
+
+class Flat:
+    """A verify pass costs the same whatever it holds."""
+
+    steps = (4, 8, 16)
+
+    def verify_us(self, _rows: int, _ahead_us: float, /) -> float:
+        return 100.0
+
+
+@given(RANKS)
+def test_online_growth_is_replayed_with_the_drafter_at_work(
+    draft: TinyDraft, wanted: list[int]
+) -> None:
+    text = text_of(draft, wanted)
+    hits = band_hits([reading(draft).ranks(text)])
+    growth = Growth(max_nodes=12, max_depth=5, branch=3, batch=4, bands=BANDS, hits=hits)
+    contexts: list[int] = []
+
+    def times(context: int) -> Flat:
+        contexts.append(context)
+        return Flat()
+
+    cycles = replay_online(text, draft.drafter(), growth, times)
+    assert sum(cycle.accepted + 1 for cycle in cycles) == len(wanted)
+    steps = [cycle.accepted + 1 for cycle in cycles]
+    assert contexts == [len(PROMPT) + sum(steps[:i]) for i in range(len(steps))]
+    for cycle in cycles:
+        assert cycle.accepted < cycle.rows <= 13
+        assert not cycle.levels or cycle.levels[0] <= 2
+        assert all(1 <= width <= 4 for width in cycle.levels[1:])
 
 
 def ranks_of(*ranks: int, id: str = "t") -> TextRanks:

@@ -1,5 +1,6 @@
 """Graphs of plans: those that are emitted pass, any other form is refused before it is loaded."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,11 +11,11 @@ from compiled_models import FORMATS, Recipe
 from onnx import helper
 
 from profiles.errors import IncompatibleError, InputError
-from profiles.words import AttentionKernel, Format
+from profiles.words import AttentionKernel, Format, SubLayerId
 from runtime.backends import open_session
 from runtime.graph_checks import MAX_GRAPH_BYTES, check_graphs, reported_failures
 from runtime.graph_operators import OPERATORS
-from runtime.plan import ExecutionPlan, Graph, GraphKind
+from runtime.plan import Artefact, DraftModel, ExecutionPlan, Graph, GraphKind, Residency
 from runtime.plan_folder import read_plan
 
 EXACT = Recipe(attention=AttentionKernel.EXACT)
@@ -116,6 +117,50 @@ def test_every_graph_that_is_emitted_passes(
 ) -> None:
     folder = compiled(Recipe(format=fmt, attention=attention))
     check_graphs(folder, read_plan(folder))
+
+
+def test_graphs_of_a_draft_model_take_their_constants_from_its_own_folder(folder: Path) -> None:
+    plan = read_plan(folder)
+    (folder / "draft").mkdir()
+    for name in ("layers.onnx", "head.onnx"):
+        (folder / "draft" / name).write_bytes((folder / name).read_bytes())
+
+    def moved(artefact: Artefact) -> Artefact:
+        return msgspec.structs.replace(artefact, path=f"draft/{artefact.path}")
+
+    graphs = tuple(msgspec.structs.replace(g, artefact=moved(g.artefact)) for g in plan.graphs)
+    draft = DraftModel(
+        *(plan.model, plan.part_formats, AttentionKernel.EXACT, graphs),
+        *(moved(plan.weights), plan.tensors, plan.kv),
+    )
+    check_graphs(folder, msgspec.structs.replace(plan, draft=draft))
+    file = folder / "draft" / "head.onnx"
+    model = onnx.load(file, load_external_data=False)
+    relocate(model)
+    file.write_bytes(model.SerializeToString())
+    with pytest.raises(InputError, match=r"elsewhere than in draft/weights\.bin"):
+        check_graphs(folder, msgspec.structs.replace(plan, draft=draft))
+
+
+@pytest.mark.parametrize("fmt", [Format.W8A16, Format.W8A8])
+def test_graphs_of_streamed_sub_layers_pass_and_changed_ones_do_not(
+    compiled: Compiled, tmp_path: Path, fmt: Format
+) -> None:
+    residency = Residency((SubLayerId(0), SubLayerId(1)), 1, 4096)
+    recipe = Recipe(format=fmt, attention=AttentionKernel.EXACT, residency=residency)
+    folder = tmp_path / "x.plan"
+    shutil.copytree(compiled(recipe), folder)
+    plan = read_plan(folder)
+    check_graphs(folder, plan)
+    for name, change in (("attention", lack), ("attention", relocate), ("mlp", use_library)):
+        file = folder / f"{name}.onnx"
+        data = file.read_bytes()
+        model = onnx.load(file, load_external_data=False)
+        change(model)
+        file.write_bytes(model.SerializeToString())
+        with pytest.raises(InputError, match="not a graph that a plan has"):
+            check_graphs(folder, plan)
+        file.write_bytes(data)
 
 
 def test_every_operator_in_the_list_exists() -> None:

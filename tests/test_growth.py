@@ -92,6 +92,7 @@ def test_growth_stays_within_its_envelope_and_the_room(growth, times, drafter, r
     assert len(verified) - 1 <= growth.max_nodes
     assert max(tree.depths) <= min(growth.max_depth, room)
     assert all(len(nodes) <= growth.batch for nodes in drafter.passes)
+    assert sum(map(len, drafter.passes)) <= growth.max_nodes, "a drafter has no more scratch"
     assert all(len(verified.children(NodeId(n))) <= growth.branch for n in range(len(verified)))
     assert found.nodes == sorted(set(found.nodes))
     assert [tree.tokens[n] for n in found.nodes] == verified.tokens
@@ -196,6 +197,19 @@ def test_nothing_follows_an_end():
     ended = [n for n in range(len(tree)) if tree.tokens[n] == 11]
     assert ended
     assert all(not tree.children(NodeId(n)) for n in ended)
+
+
+def test_no_more_nodes_are_expanded_than_may_be_verified():
+    """The drafter has scratch for no more, though a node may be ousted after it was expanded."""
+
+    def ousting(path: list[int], count: int) -> Candidates:
+        return Candidates((10, 11)[:count], (0.5, 0.4) if not path else (0.9, 0.1))
+
+    hits = ((0.0, 0.5, 0.9), (0.1, 0.4, 0.4))
+    growth = Growth(2, 4, branch=2, batch=2, bands=(0.0, 0.35, 0.85), hits=hits)
+    drafter = ScriptedDrafter(ousting, pass_us=1.0, row_us=0.0)
+    grown(drafter, StepTimes(steps=(1, 2, 3)), growth)
+    assert sum(map(len, drafter.passes)) == 2
 
 
 def test_a_drafter_without_candidates_leaves_a_plain_step():
