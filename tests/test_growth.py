@@ -202,14 +202,16 @@ def test_nothing_follows_an_end():
 def test_no_more_nodes_are_expanded_than_may_be_verified():
     """The drafter has scratch for no more, though a node may be ousted after it was expanded."""
 
-    def ousting(path: list[int], count: int) -> Candidates:
-        return Candidates((10, 11)[:count], (0.5, 0.4) if not path else (0.9, 0.1))
+    bands = (0.0, 0.11, 0.43, 0.46, 0.99)
 
-    hits = ((0.0, 0.5, 0.9), (0.1, 0.4, 0.4))
-    growth = Growth(2, 4, branch=2, batch=2, bands=(0.0, 0.35, 0.85), hits=hits)
+    def ousting(path: list[int], count: int) -> Candidates:
+        shares = (0.99, 0.0, 0.0) if path else (0.46, 0.43, 0.11)
+        return Candidates((10, 11, 12)[:count], shares[:count])
+
+    growth = Growth(5, 6, branch=3, batch=4, bands=bands, hits=(bands,) * 3)
     drafter = ScriptedDrafter(ousting, pass_us=1.0, row_us=0.0)
-    grown(drafter, StepTimes(steps=(1, 2, 3)), growth)
-    assert sum(map(len, drafter.passes)) == 2
+    grown(drafter, StepTimes(steps=tuple(range(1, 7)), base_us=1000.0, row_us=0.0), growth)
+    assert sum(map(len, drafter.passes)) == 5
 
 
 def test_a_drafter_without_candidates_leaves_a_plain_step():
