@@ -202,10 +202,10 @@ def test_nothing_follows_an_end():
 def test_no_more_nodes_are_expanded_than_may_be_verified():
     """The drafter has scratch for no more, though a node may be ousted after it was expanded."""
 
-    bands = (0.0, 0.11, 0.43, 0.46, 0.99)
+    bands = (0.0, 0.116, 0.426, 0.458, 0.99)
 
     def ousting(path: list[int], count: int) -> Candidates:
-        shares = (0.99, 0.0, 0.0) if path else (0.46, 0.43, 0.11)
+        shares = (0.99, 0.0, 0.0) if path else (0.458, 0.426, 0.116)
         return Candidates((10, 11, 12)[:count], shares[:count])
 
     growth = Growth(5, 6, branch=3, batch=4, bands=bands, hits=(bands,) * 3)
