@@ -17,6 +17,8 @@ from planner.options import (
     Context,
     Device,
     Draft,
+    DraftFormat,
+    DraftModelName,
     DramBudget,
     Emulate,
     FlashRate,
@@ -146,6 +148,8 @@ def compile_(
     ] = None,
     context: Context = None,
     target_format: TargetFormat = "w8a16",
+    draft: DraftModelName = None,
+    draft_format: DraftFormat = "w4",
     dram_budget: DramBudget = None,
     prompts: Prompts = None,
     as_json: AsJson = False,
@@ -155,12 +159,14 @@ def compile_(
     """Make a plan for a model on a device.
 
     Measures how often drafts are accepted, decides what to draft with and where each layer runs,
-    and writes a folder. Measurements are kept, so a second compile is quick.
+    and writes a folder. Measurements are kept, so a second compile is quick. Weights that the
+    budget cannot hold stream from flash.
 
     \b
     Examples:
       plan compile smollm2-135m --device host
       plan compile ./my-llama --device oneplus12 --context 2048 -o my.plan
+      plan compile big.gguf --draft small.gguf --device host --dram-budget 900MiB
     """
     from planner.commands import compile as body
 
@@ -170,6 +176,8 @@ def compile_(
         output=output,
         context=context,
         target_format=target_format,
+        draft=draft,
+        draft_format=draft_format,
         dram_budget_bytes=dram_budget,
         prompts=prompts,
         as_json=as_json,

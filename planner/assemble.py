@@ -7,14 +7,15 @@ import msgspec
 from lowering.emission import Emission
 from lowering.source import ModelSource
 from planner.calibrate import Calibration
-from planner.cycles import MARGIN, Option, decide, forecast
+from planner.cycles import MARGIN, Option, decide, forecast, template_depth
 from planner.memory import kv_bytes_per_token
 from planner.pass_tables import NGRAM_US, PassTimes, best_chunk, cost_tables
 from planner.placement import Machine, PlacedPass
 from planner.prompt_file import Split
 from planner.search import BucketChoice, Mask
+from planner.variants import EXACT_GROWTH_TOKENS, Models, Variant
 from profiles.profile import digest, provenance_counts
-from profiles.words import Provenance, SubLayerId
+from profiles.words import AttentionKernel, Provenance, SubLayerId
 from runtime.plan import (
     FORMAT,
     Bucket,
@@ -24,18 +25,15 @@ from runtime.plan import (
     DeviceIdentity,
     ExecutionPlan,
     KvLayout,
-    MemoryNeed,
     Prefill,
     Quality,
     SamplingRule,
     SkipMask,
 )
-from runtime.plan_cycles import Cycle, DraftSource
+from runtime.plan_cycles import Cycle, DraftSource, Growth, TreeTemplate
 from runtime.plan_tables import PassKind, Placement
 from runtime.sampling import GENERATOR
 
-GROWTH_TOKENS = 0
-"""Fused attention takes no longer over a cache of the whole context."""
 HYSTERESIS_TOKENS = 32
 PREFILL_CONTEXT = 256
 
@@ -43,15 +41,56 @@ PREFILL_CONTEXT = 256
 class Decided(msgspec.Struct, frozen=True):
     """The outcome of all decisions."""
 
-    machine: Machine
-    times: PassTimes
+    models: Models
+    variant: Variant
     choices: tuple[BucketChoice, ...]
     reported: tuple[Option, ...]
     """The chosen option of each bucket as the report split has it."""
     plain: tuple[Option, ...]
-    """The fastest plain decoding of each bucket under any assignment."""
-    assignments: tuple[tuple[str, float], ...]
-    """Candidates for the target's assignment with the speed of their cycles, best first."""
+    """The fastest plain decoding of each bucket within the budget."""
+    ranking: tuple[tuple[str, float], ...]
+    """All variants with the speed of their cycles, best first."""
+
+    @property
+    def times(self) -> PassTimes:
+        """Prices under the chosen variant."""
+        return self.variant.times
+
+    @property
+    def machine(self) -> Machine:
+        """Of the target."""
+        return self.variant.times.machine
+
+
+class Numbers(msgspec.Struct, frozen=True):
+    """Masks, trees and envelopes of a plan; a cycle refers to them by position.
+
+    A plan that does not use them carries them too, so that a bench can show what they would do.
+    """
+
+    masks: tuple[Mask, ...]
+    trees: tuple[TreeTemplate, ...]
+    growths: tuple[Growth, ...]
+
+    def cycle(self, option: Option) -> Cycle:
+        """The option's cycle with its numbers."""
+        tree = 0
+        if option.template is not None:
+            tree = self.trees.index(option.template)
+        elif option.growth is not None:
+            tree = self.growths.index(option.growth)
+        mask = self.masks.index(option.skipped)
+        return msgspec.structs.replace(option.cycle, mask=mask, tree=tree)
+
+
+def numbers_of(choices: Sequence[BucketChoice]) -> Numbers:
+    """Of every option that reached the last round, each bucket's best first."""
+    ranked = [option for choice in choices for option in choice.ranked]
+    return Numbers(
+        tuple(all_masks(choices)),
+        tuple(dict.fromkeys(o.template for o in ranked if o.template is not None)),
+        tuple(dict.fromkeys(o.growth for o in ranked if o.growth is not None)),
+    )
 
 
 def assemble(
@@ -60,27 +99,27 @@ def assemble(
     decided: Decided,
     calibration: Calibration,
     quality: Quality,
-    need: MemoryNeed,
-    budget_bytes: int,
-    context: int,
 ) -> ExecutionPlan:
     """The plan; deterministic in its arguments."""
-    times, formats = decided.times, decided.machine.formats
-    masks = all_masks(decided.choices)
+    times, formats, models = decided.times, decided.machine.formats, decided.models
+    context, residency = models.context, decided.variant.residency
+    numbers = numbers_of(decided.choices)
     chunk = best_chunk(times, min(PREFILL_CONTEXT, context))
     buckets = tuple(
-        Bucket(c.range.start, c.range.end, with_mask(c.ranked[0], masks), forecast(option, plain))
+        Bucket(c.range.start, c.range.end, numbers.cycle(c.ranked[0]), forecast(option, plain))
         for c, option, plain in zip(decided.choices, decided.reported, decided.plain, strict=True)
     )
+    exact = decided.machine.attention is AttentionKernel.EXACT
+    growth_tokens = EXACT_GROWTH_TOKENS if exact else 0
     return ExecutionPlan(
         format=FORMAT,
         model=source.spec,
-        device=device_identity(decided.machine, budget_bytes),
+        device=device_identity(decided.machine, models.budget_bytes),
         target_format=formats.attention,
         numerics=times.classes,
         context=context,
         prefill=Prefill(chunk),
-        masks=tuple(SkipMask(i, mask) for i, mask in enumerate(masks)),
+        masks=tuple(SkipMask(i, mask) for i, mask in enumerate(numbers.masks)),
         buckets=buckets,
         hysteresis_tokens=HYSTERESIS_TOKENS,
         placements=tuple(
@@ -88,28 +127,31 @@ def assemble(
             for index, (choice, bucket) in enumerate(zip(decided.choices, buckets, strict=True))
             for placement in placements(times, index, choice, bucket.cycle, chunk)
         ),
-        tables=cost_tables(times, masks, context, [c.range.middle for c in decided.choices]),
+        tables=cost_tables(
+            times, numbers.masks, context, [c.range.middle for c in decided.choices]
+        ),
         graphs=emission.graphs,
         weights=emission.weights,
         tensors=emission.tensors,
         tokenizer=emission.tokenizer,
-        kv=KvLayout(GROWTH_TOKENS, kv_bytes_per_token(source.spec)),
+        kv=KvLayout(growth_tokens, kv_bytes_per_token(source.spec)),
         sampling=SamplingRule(GENERATOR),
         quality=quality,
         calibration=summary(calibration),
-        memory=need,
+        memory=decided.variant.need,
         energy_j_per_token=energy(times, decided),
         decisions=decisions(decided),
         assumptions=assumptions(decided, calibration),
         formats=formats if len(set(msgspec.structs.astuple(formats))) > 1 else None,
+        draft=models.draft if decided.variant.drafts else None,
+        trees=numbers.trees,
+        growths=numbers.growths,
+        residency=residency,
     )
 
 
 def all_masks(choices: Sequence[BucketChoice]) -> list[Mask]:
-    """The full target, then every mask that reached the last round, each bucket's best first.
-
-    A plan that does not use them carries them too, so that a bench can show what they would do.
-    """
+    """The full target, then every mask that reached the last round, each bucket's best first."""
     masks: list[Mask] = [()]
     for choice in choices:
         masks += [o.skipped for o in skip_winners(choice) if o.skipped not in masks]
@@ -120,11 +162,6 @@ def skip_winners(choice: BucketChoice) -> list[Option]:
     """The fastest chain under each mask of a bucket, fastest first."""
     best = {o.skipped: o for o in reversed(choice.ranked) if o.skipped}
     return sorted(best.values(), key=lambda o: -o.tokens_per_s)
-
-
-def with_mask(option: Option, masks: Sequence[Mask]) -> Cycle:
-    """The option's cycle with the number of its mask."""
-    return msgspec.structs.replace(option.cycle, mask=masks.index(option.skipped))
 
 
 def numbered(option: Option, masks: Sequence[Mask]) -> Option:
@@ -157,15 +194,17 @@ def placements(
         passes.append((PassKind.VERIFY, rows, rows, times.committing(rows, at)))
     if cycle.draft is DraftSource.SKIP:
         passes.append((PassKind.DRAFT, 1, 1, times.drafting(choice.ranked[0].skipped, at)))
-    head = times.target.head
+    if cycle.draft is DraftSource.MODEL:
+        passes.append((PassKind.PROPOSE, 1, 1, times.proposing(1, at)))
+    head, drafting = times.target.head, (PassKind.DRAFT, PassKind.PROPOSE)
     return [
         Placement(
             bucket=index,
             kind=kind,
-            width=width if kind is PassKind.DRAFT or cycle.lone else times.padded(width),
+            width=width if kind in drafting or cycle.lone else times.padded(width),
             context=at,
             spans=placed.spans,
-            head_processor=placed.head_processor if kind is PassKind.DRAFT else head,
+            head_processor=placed.head_processor if kind in drafting else head,
             head_rows=head_rows,
             head_us=placed.head_us,
             handover_bytes=placed.handover_bytes,
@@ -190,14 +229,15 @@ def energy(times: PassTimes, decided: Decided) -> float | None:
     choice, option = decided.choices[0], decided.reported[0]
     at = choice.range.middle
     cpu = decided.machine.cpu
-    busy: dict[str, float] = {
-        cpu: times.cycle_us * (1 + option.cycle.length * bool(option.skipped))
-    }
+    drafted = draft_passes(option)
+    busy: dict[str, float] = {cpu: times.cycle_us * (1 + drafted)}
     rows = max(1, round(option.drafted) + 1)
     alone = option.cycle.lone
     passes: list[PlacedPass] = [times.alone(at) if alone else times.committing(rows, at)]
     if option.skipped:
-        passes += [times.drafting(option.skipped, at)] * option.cycle.length
+        passes += [times.drafting(option.skipped, at)] * drafted
+    elif drafted:
+        passes += [times.proposing(1, at)] * drafted
     for placed in passes:
         for processor, us in placed.busy_us.items():
             busy[processor] = busy.get(processor, 0.0) + us
@@ -208,6 +248,15 @@ def energy(times: PassTimes, decided: Decided) -> float | None:
             return None
         joules += power.value * us / 1e6
     return joules / option.tokens
+
+
+def draft_passes(option: Option) -> int:
+    """Passes of a model that drafts, in one cycle; of online growth about as many as nodes."""
+    if option.template is not None:
+        return template_depth(option.template)
+    if option.growth is not None:
+        return round(option.drafted)
+    return option.cycle.length if option.skipped or option.cycle.draft is DraftSource.MODEL else 0
 
 
 def decisions(decided: Decided) -> tuple[Decision, ...]:
@@ -224,12 +273,14 @@ def decisions(decided: Decided) -> tuple[Decision, ...]:
         )
         for index, choice in enumerate(decided.choices)
     ]
-    return (placement_decision(decided), *map(mask_decision, enumerate(decided.choices)), *names)
+    residency = [decided.variant.decision] if decided.variant.decision else []
+    layers = [mask_decision(e) for e in enumerate(decided.choices) if skip_winners(e[1])]
+    return (placement_decision(decided), *residency, *layers, *names)
 
 
 def placement_decision(decided: Decided) -> Decision:
     """Where the target runs."""
-    ranking = decided.assignments
+    ranking = decided.ranking
     (name, speed), *rivals = ranking
     reasons = "; ".join(decided.machine.reasons.values())
     flips = "there is one processor"
@@ -241,8 +292,8 @@ def placement_decision(decided: Decided) -> Decision:
         objective="predicted tokens per second of the best cycles, geometric mean over octaves of"
         " context",
         value=speed,
-        solver="NetworkX shortest path per width; the best of the candidates, each priced with"
-        " its own cycles",
+        solver="NetworkX shortest path per width; the best of all ways to use the memory and"
+        " the processors, each priced with its own cycles",
         gap=None,
         candidates=tuple(Candidate(*entry) for entry in ranking),
         flips_when=flips,

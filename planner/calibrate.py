@@ -107,6 +107,7 @@ class Calibration:
         report: Report,
     ) -> None:
         self.digest = digest
+        self.context = context
         self._target = target
         self._tokens = tokens
         self._prompts = split_prompts(prompts)

@@ -3,39 +3,59 @@
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
-from lowering.emission import Emission, emit, layer_tensors, serialized
-from lowering.onnx_graphs import layers_graph
+from lowering.draft_compatibility import check_draft
+from lowering.draft_emission import emit_draft
+from lowering.emission import (
+    Emission,
+    EmittedWeights,
+    emit_graphs,
+    emit_weights,
+    head_tensors,
+    layer_tensors,
+    serialized,
+)
+from lowering.onnx_graphs import head_graph, layers_graph
 from lowering.source import ModelSource, open_model
 from planner.assemble import Decided, assemble
 from planner.cache import cache_folder
 from planner.calibrate import Calibration, Report, calibration_digest
 from planner.cycles import MARGIN
+from planner.draft_acceptance import DraftReading
 from planner.host_profile import host_profile
-from planner.memory import check_budget, memory_need
-from planner.pass_tables import PassTimes
-from planner.placement import Assignment, Machine, Work, fits, place, stored_wide
+from planner.memory import Model
+from planner.model_drafts import ModelDrafts
+from planner.placement import stored_wide
 from planner.prompt_file import Prompt, bundled_prompts
 from planner.quality import check_quality
 from planner.search import BucketChoice, Search, mean_speed, plain_speed
+from planner.variants import Models, Variant, variants
 from profiles.errors import InputError, UnsupportedError
 from profiles.measure import usable_cores
 from profiles.profile import DeviceProfile, load_profile
-from profiles.words import TARGET_FORMATS, AttentionKernel, Format, SubLayerId
-from runtime.plan import Artefact, ExecutionPlan, Formats, Graph, GraphKind, formats_of
+from profiles.words import TARGET_FORMATS, AttentionKernel, Format
+from runtime.draft_model import open_draft
+from runtime.plan import (
+    DRAFT_FOLDER,
+    Artefact,
+    DraftModel,
+    ExecutionPlan,
+    Formats,
+    Graph,
+    GraphKind,
+    formats_of,
+)
 from runtime.plan_folder import PlanWriter, map_tensors
 from runtime.target import Target
 from runtime.tokens import Tokens
 
 HOST = "host"
 DEFAULT_CONTEXT = 4096
-PLACEMENT_WIDTHS = (1, 4, 8, 32)
-"""Widths whose fastest placements are candidates for the target's."""
-PLACEMENT_CONTEXT = 256
-CALIBRATION_FILE = "calibration.onnx"
-"""A graph that is gone when the plan is finished."""
+CALIBRATION_PREFIX = "calibration."
+"""Of graphs that are gone when the plan is finished."""
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -52,6 +72,9 @@ class Request(msgspec.Struct, frozen=True):
     """None takes the profile's default."""
     prompts: tuple[Prompt, ...] | None = None
     """None takes the bundled ones."""
+    draft: str | None = None
+    """A smaller model with the same tokens."""
+    draft_format: Format | Formats = Format.W4
 
 
 def find_profile(device: str, report: Report) -> DeviceProfile:
@@ -68,28 +91,58 @@ def compile_plan(request: Request, report: Report) -> ExecutionPlan:
     """
     formats = formats_of(request.target_format)
     check_formats(formats)
+    check_formats(formats_of(request.draft_format))
     source = open_model(request.model)
+    smaller = open_model(request.draft) if request.draft else None
+    if smaller is not None:
+        check_draft(source, smaller)
     context = choose_context(source, request.context)
     with PlanWriter(request.output) as writer:
         profile = find_profile(request.device, report)
         budget = request.dram_budget_bytes or int(profile.memory.default_budget_bytes.value)
-        need = memory_need(source.spec, formats, context)
-        check_budget(need, budget)
-        report("writing weights and graphs", 0, 1)
-        emission = emit(source, formats, context, writer)
-        report("writing weights and graphs", 1, 1)
-        need = memory_need(source.spec, formats, context, emission.weights.bytes)
-        check_budget(need, budget)
-        with calibration_target(writer, source, formats, context, emission) as target:
-            calibration = open_calibration(request, source, target, context, report)
+        report("writing weights", 0, 1)
+        files = emit_weights(source, formats, context, writer)
+        draft = emit_draft(smaller, request.draft_format, context, writer) if smaller else None
+        report("writing weights", 1, 1)
+        target = Model(source.spec, files.tensors)
+        stored = stored_wide(source.spec, files.tensors)
+        models = Models(profile, target, formats, stored, draft, context, budget)
+        # Before anything is measured: a budget that holds nothing is refused at once
+        ways = list(variants(models))
+        with calibration_target(writer, source, formats, context, files) as exact:
+            calibration = open_calibration(request, source, exact, context, report)
             quality = calibration.quality(source)
             check_quality(quality, formats)
-            stored = stored_wide(source.spec, emission.tensors)
-            machine = Machine(profile, source.spec, formats, stored)
-            decided = decide(machine, calibration, context)
-        plan = assemble(source, emission, decided, calibration, quality, need, budget, context)
+            with opened_draft(writer.folder, draft, calibration, source) as drafts:
+                decided = decide(models, ways, calibration, drafts)
+        chosen = decided.variant
+        graphs = emit_graphs(
+            *(source.spec, formats, context, chosen.times.machine.attention),
+            *(files.tensors, writer, chosen.residency.streamed if chosen.residency else ()),
+        )
+        if not chosen.drafts:
+            writer.discard(DRAFT_FOLDER)
+        emission = Emission(graphs, *files)
+        plan = assemble(source, emission, decided, calibration, quality)
         writer.commit(plan)
     return plan
+
+
+@contextmanager
+def opened_draft(
+    folder: Path, draft: DraftModel | None, calibration: Calibration, source: ModelSource
+) -> Generator[ModelDrafts | None]:
+    """The draft model's sessions while acceptance is measured."""
+    if draft is None:
+        yield None
+        return
+    context, vocab = calibration.context, source.spec.vocab
+    sessions = open_draft(folder, draft, usable_cores())
+    try:
+        reading = DraftReading(draft, sessions, context, vocab)
+        yield ModelDrafts(calibration, reading, draft.model.name)
+    finally:
+        sessions.close()
 
 
 def check_formats(formats: Formats) -> None:
@@ -118,35 +171,37 @@ def choose_context(source: ModelSource, asked: int | None) -> int:
 
 @contextmanager
 def calibration_target(
-    writer: PlanWriter, source: ModelSource, formats: Formats, context: int, emission: Emission
+    writer: PlanWriter, source: ModelSource, formats: Formats, context: int, files: EmittedWeights
 ) -> Generator[Target]:
     """The emitted model on this machine, with all its cores: numerics do not depend on them.
 
     With exact attention, so that many drafts share a pass; a plan's fused attention differs from it
     by rounding alone.
     """
-    tensors = layer_tensors(emission.tensors, AttentionKernel.EXACT)
-    model = layers_graph(source.spec, formats, context, AttentionKernel.EXACT, tensors)
-    # Beside the weights, where onnxruntime looks for them
-    file = writer.folder / CALIBRATION_FILE
-    file.write_bytes(serialized(model))
-    layers = Graph(
-        GraphKind.LAYERS,
-        Artefact(CALIBRATION_FILE, file.stat().st_size, "0" * 64),
-        tuple(tensor.name for tensor in tensors),
-    )
-    head = [graph for graph in emission.graphs if graph.kind is GraphKind.HEAD]
+    spec, exact = source.spec, AttentionKernel.EXACT
+    layers, head = layer_tensors(files.tensors, exact), head_tensors(files.tensors)
+    models = {
+        GraphKind.LAYERS: (layers_graph(spec, formats, context, exact, layers), layers),
+        GraphKind.HEAD: (head_graph(spec, formats, head), head),
+    }
+    graphs: list[Graph] = []
+    for kind, (model, tensors) in models.items():
+        # Beside the weights, where onnxruntime looks for them
+        name = f"{CALIBRATION_PREFIX}{kind}.onnx"
+        (writer.folder / name).write_bytes(serialized(model))
+        names = tuple(tensor.name for tensor in tensors)
+        graphs.append(Graph(kind, Artefact(name, 0, "0" * 64), names))
     target = Target(
-        *(writer.folder, source.spec, (layers, *head)),
-        map_tensors(writer.folder, emission.weights, emission.tensors),
+        *(writer.folder, spec, graphs, map_tensors(writer.folder, files.weights, files.tensors)),
         threads=usable_cores(),
-        attention=AttentionKernel.EXACT,
+        attention=exact,
     )
     try:
         yield target
     finally:
         target.close()
-        file.unlink()
+        for graph in graphs:
+            (writer.folder / graph.artefact.path).unlink()
 
 
 def open_calibration(
@@ -162,52 +217,52 @@ def open_calibration(
     )
 
 
-def target_assignments(machine: Machine) -> list[tuple[str, Assignment]]:
-    """Candidates for where the target runs, by name: fastest per width, and each processor."""
-    stages = tuple(SubLayerId(i) for i in range(machine.spec.sub_layers))
-    found: dict[Assignment, str] = {}
-    for width in PLACEMENT_WIDTHS:
-        best = place(machine, Work(stages, width, width, PLACEMENT_CONTEXT))
-        found.setdefault(best, f"fastest at width {width}: {describe(best)}")
-    for processor in machine.profile.processors:
-        uniform = Assignment((processor.id,) * len(stages), processor.id)
-        work = Work(stages, 1, 1, PLACEMENT_CONTEXT)
-        runs = all(machine.stage_us(processor.id, s, work) is not None for s in (*stages[:2], None))
-        if runs and fits(machine, (*uniform.sub_layers, uniform.head), work):
-            found.setdefault(uniform, f"all on {processor.id}")
-    return [(name, assignment) for assignment, name in found.items()]
-
-
-def describe(assignment: Assignment) -> str:
-    """Processors with the number of sub-layers on each."""
-    counts: dict[str, int] = {}
-    for name in assignment.sub_layers:
-        counts[name] = counts.get(name, 0) + 1
-    layers = " + ".join(f"{count} on {name}" for name, count in counts.items())
-    return f"{layers}, head on {assignment.head}"
-
-
-def decide(machine: Machine, calibration: Calibration, context: int) -> Decided:
-    """Cycles under every candidate assignment; the assignment whose cycles are fastest."""
-    search = Search(machine, calibration, context)
-    tried: list[tuple[float, str, PassTimes, list[BucketChoice]]] = []
-    for name, assignment in target_assignments(machine):
-        times = PassTimes(machine, assignment)
-        choices = search.run(times)
-        tried.append((mean_speed(choices), name, times, choices))
-    # An assignment that decodes plainly more slowly has to promise more than the error of prices
-    plainest = max(plain_speed(choices) for *_, choices in tried)
+def decide(
+    models: Models,
+    ways: Sequence[Variant],
+    calibration: Calibration,
+    drafts: ModelDrafts | None,
+) -> Decided:
+    """The cycles of every variant; the variant whose cycles are fastest."""
+    resident = models.machine(AttentionKernel.FUSED)
+    search = Search(resident, calibration, models.context, drafts)
+    tried = [Tried(way, search.run(way.times)) for way in ways]
+    # One that decodes plainly more slowly has to promise more than the error of prices
+    plainest = max(plain_speed(each.choices) for each in tried)
     tried.sort(
-        key=lambda entry: (
-            -entry[0] * (1.0 if plain_speed(entry[3]) < plainest else 1 + MARGIN),
-            entry[1],
+        key=lambda each: (
+            -each.speed * (1.0 if plain_speed(each.choices) < plainest else 1 + MARGIN),
+            each.name,
         )
     )
-    _, _, times, choices = tried[0]
+    best = tried[0]
     plain = [
-        min((others[index].off for *_, others in tried), key=lambda option: option.us)
-        for index in range(len(choices))
+        min((each.choices[index].off for each in tried), key=lambda option: option.us)
+        for index in range(len(best.choices))
     ]
-    reported = [search.reported(times, choice) for choice in choices]
-    ranking: Sequence[tuple[str, float]] = [(name, speed) for speed, name, *_ in tried]
-    return Decided(machine, times, tuple(choices), tuple(reported), tuple(plain), tuple(ranking))
+    reported = [search.reported(best.way.times, choice) for choice in best.choices]
+    return Decided(
+        models,
+        best.way,
+        tuple(best.choices),
+        tuple(reported),
+        tuple(plain),
+        tuple((each.name, each.speed) for each in tried),
+    )
+
+
+class Tried(NamedTuple):
+    """A variant with its cycles."""
+
+    way: Variant
+    choices: list[BucketChoice]
+
+    @property
+    def name(self) -> str:
+        """What it is called in the plan's decisions."""
+        return f"{self.way.name}; {self.way.assignment}"
+
+    @property
+    def speed(self) -> float:
+        """Tokens per second over all contexts."""
+        return mean_speed(self.choices)

@@ -34,6 +34,9 @@ from runtime.plan_tables import Span
 F32_BYTES = 4
 MEMORY_STEPS = 256
 """Resolution at which bytes are counted where a memory limit binds."""
+PLACEMENT_WIDTHS = (1, 4, 8, 32)
+"""Widths whose fastest placements are candidates for the target's."""
+PLACEMENT_CONTEXT = 256
 
 
 class Work(NamedTuple):
@@ -248,6 +251,31 @@ def place(machine: Machine, work: Work) -> Assignment:
         before = assigned[-1] if assigned else (layers[0] if layers else machine.cpu)
         assigned.append(by_stage.get(SubLayerId(sub_layer), before))
     return Assignment(tuple(assigned), head)
+
+
+def target_assignments(machine: Machine) -> list[tuple[str, Assignment]]:
+    """Candidates for where the target runs, by name: fastest per width, and each processor."""
+    stages = tuple(SubLayerId(i) for i in range(machine.spec.sub_layers))
+    found: dict[Assignment, str] = {}
+    for width in PLACEMENT_WIDTHS:
+        best = place(machine, Work(stages, width, width, PLACEMENT_CONTEXT))
+        found.setdefault(best, f"fastest at width {width}: {describe(best)}")
+    for processor in machine.profile.processors:
+        uniform = Assignment((processor.id,) * len(stages), processor.id)
+        work = Work(stages, 1, 1, PLACEMENT_CONTEXT)
+        runs = all(machine.stage_us(processor.id, s, work) is not None for s in (*stages[:2], None))
+        if runs and fits(machine, (*uniform.sub_layers, uniform.head), work):
+            found.setdefault(uniform, f"all on {processor.id}")
+    return [(name, assignment) for assignment, name in found.items()]
+
+
+def describe(assignment: Assignment) -> str:
+    """Processors with the number of sub-layers on each."""
+    counts: dict[str, int] = {}
+    for name in assignment.sub_layers:
+        counts[name] = counts.get(name, 0) + 1
+    layers = " + ".join(f"{count} on {name}" for name, count in counts.items())
+    return f"{layers}, head on {assignment.head}"
 
 
 def _limit_bytes(machine: Machine, processor: str) -> float:

@@ -34,6 +34,8 @@ def compile_model(
     output: Path | None,
     context: int | None,
     target_format: str,
+    draft: str | None,
+    draft_format: str,
     dram_budget_bytes: int | None,
     prompts: Path | None,
     as_json: bool,
@@ -54,6 +56,8 @@ def compile_model(
         context=context,
         dram_budget_bytes=dram_budget_bytes,
         prompts=chosen,
+        draft=draft,
+        draft_format=parse_formats(draft_format),
     )
     plan = compile_plan(request, terminal.report)
     if as_json:
