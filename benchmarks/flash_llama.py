@@ -1,6 +1,6 @@
 """llama.cpp with a mapped GGUF, decoding greedily: tokens a second for each prompt of a file.
 
-    python benchmarks/memory_limit.py 500MiB --evict 1.5b.gguf -- \
+    python benchmarks/memory_limit.py --evict 1.5b.gguf 500MiB -- \
         LLAMA_PYTHON benchmarks/flash_llama.py 1.5b.gguf --prompts humaneval.jsonl --limit 10
 
 Run it with an interpreter that has llama-cpp-python; it needs nothing of this project. Under a

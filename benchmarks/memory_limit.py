@@ -1,6 +1,6 @@
 """Runs a command with so much memory and no more, and says what it used.
 
-    python benchmarks/memory_limit.py 900MiB --evict 1.5b.plan -- python -m planner bench 1.5b.plan
+    python benchmarks/memory_limit.py --evict 1.5b.plan 900MiB -- python -m planner bench 1.5b.plan
 
 The command gets a control group of its own (Linux, version 1 or 2), in which the page cache counts
 as well: what it maps or reads without O_DIRECT is thrown out again where it does not fit. That
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = asked.command[1:] if asked.command[:1] == ["--"] else asked.command
     try:
         if not command:
-            raise InputError("no command", expected="LIMIT -- COMMAND ARGUMENT...")
+            raise InputError("no command", expected="[--evict PATH] LIMIT -- COMMAND ARGUMENT...")
         evict(asked.evict)
         return run(parse_size(asked.limit), command)
     except FulcrumError as error:
