@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 MEBIBYTE = 1 << 20
+_BATCH = 64
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -35,11 +36,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (OSError, ValueError, KeyError) as error:
         print(f"error: cannot read prompts from {asked.prompts}: {error}", file=sys.stderr)
         return 2
+    if not asked.repack:
+        _map_only(llama_cpp.llama_cpp)
     model = llama_cpp.Llama(
         asked.model,
         n_ctx=asked.context,
         n_threads=asked.threads,
         n_threads_batch=asked.threads,
+        # room for the logits of so many rows is taken at once
+        n_batch=_BATCH,
+        n_ubatch=_BATCH,
         use_mmap=True,
         use_mlock=False,
         verbose=False,
@@ -65,7 +71,25 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument(
+        "--repack", action="store_true", help="let weights be copied into another layout"
+    )
     return parser
+
+
+def _map_only(library: Any) -> None:
+    """What ``llama-cli --no-repack`` does: weights are used where the file is mapped.
+
+    Copies in another layout are memory that cannot be thrown out, more than half of the file.
+    """
+    defaults = library.llama_model_default_params
+
+    def params() -> Any:
+        given = defaults()
+        given.use_extra_bufts = False
+        return given
+
+    library.llama_model_default_params = params
 
 
 def _prompts(file: Path) -> Iterator[tuple[str, str]]:
