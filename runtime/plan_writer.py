@@ -138,6 +138,10 @@ class PlanWriter:
             raise _write_error(self._asked, error) from error
         return Artefact(relative, len(data), hashlib.sha256(data).hexdigest())
 
+    def discard(self, relative: str) -> None:
+        """Remove a folder of the plan again, with all that is in it."""
+        shutil.rmtree(self.folder / relative)
+
     def weights(self, relative: str = WEIGHTS_FILE) -> "WeightsWriter":
         """The writer of ``weights.bin``, or the draft's; use it as a context manager."""
         return WeightsWriter(self.path(relative), relative)
