@@ -120,7 +120,7 @@ def compile_plan(request: Request, report: Report) -> ExecutionPlan:
             *(source.spec, formats, context, chosen.times.machine.attention),
             *(files.tensors, writer, chosen.residency.streamed if chosen.residency else ()),
         )
-        if not chosen.drafts:
+        if draft is not None and not chosen.drafts:
             writer.discard(DRAFT_FOLDER)
         emission = Emission(graphs, *files)
         plan = assemble(source, emission, decided, calibration, quality)
