@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import msgspec
+import numpy as np
 
 from planner.corpus import Text
 from planner.prompt_file import Split
@@ -23,6 +24,8 @@ TOP = 8
 """Candidates whose rank is known; of all others it is only known that they are beyond."""
 BANDS = (0.0, 0.01, 0.03, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.97)
 """Lower edges of the bands of draft probability."""
+PRIOR = 4.0
+"""Trials that speak for what is expected of a cell before anything is measured."""
 VERSION = 1
 """Part of the digest: raise it when what is measured changes its meaning."""
 
@@ -160,21 +163,22 @@ def band_hits(
 ) -> tuple[tuple[float, ...], ...]:
     """Measured acceptance of a candidate by rank, then by band of its draft probability.
 
-    Each cell has one pseudo-trial at the middle of its band, so an empty one believes the draft.
+    Where little was measured, a cell leans on its band over all ranks, and that on the draft's own
+    word, the middle of the band.
     """
     ends = [*bands[1:], 1.0]
-    tried = [[1.0] * len(bands) for _ in range(ranks)]
-    hits = [[(low + high) / 2 for low, high in zip(bands, ends, strict=True)] for _ in range(ranks)]
+    tried = np.zeros((ranks, len(bands)))
+    hits = np.zeros((ranks, len(bands)))
     for text in texts:
         for right, probabilities in zip(text.ranks, text.probabilities, strict=True):
             for rank, probability in enumerate(probabilities[:ranks]):
                 band = band_of(bands, probability)
-                tried[rank][band] += 1
-                hits[rank][band] += rank == right
-    return tuple(
-        tuple(min(h / t, 1.0) for h, t in zip(*row, strict=True))
-        for row in zip(hits, tried, strict=True)
-    )
+                tried[rank, band] += 1
+                hits[rank, band] += rank == right
+    said = (np.array(bands) + np.array(ends)) / 2
+    pooled = (hits.sum(axis=0) + PRIOR * said) / (tried.sum(axis=0) + PRIOR)
+    shares = (hits + PRIOR * pooled) / (tried + PRIOR)
+    return tuple(tuple(row) for row in shares.tolist())
 
 
 def band_of(bands: Sequence[float], probability: float) -> int:

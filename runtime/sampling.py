@@ -24,6 +24,8 @@ Raw 64-bit draws are used because numpy keeps them stable over its versions, unl
 MIN_TEMPERATURE = 1e-3
 MAX_TEMPERATURE = 1e3
 _SEEDS = 1 << 64
+COLUMNS_OF = 64
+"""Elements of a column in the search for a row's largest."""
 
 _Floats: TypeAlias = NDArray[np.float32]
 _Draws: TypeAlias = NDArray[np.uint64]
@@ -217,10 +219,27 @@ def _largest(logits: _Floats | NDArray[np.float64], count: int) -> _Indices:
     """Ascending indices of the ``count`` largest; of equals the first."""
     if count >= len(logits):
         return np.arange(len(logits), dtype=np.int64)
+    near = _near_largest(logits, count)
+    if len(near) < len(logits):
+        return near[_largest(logits[near], count)]
     threshold = np.partition(logits, len(logits) - count)[len(logits) - count]
     above = np.flatnonzero(logits > threshold)
     equal = np.flatnonzero(logits == threshold)[: count - len(above)]
     return np.sort(np.concatenate([above, equal])).astype(np.int64, copy=False)
+
+
+def _near_largest(logits: _Floats | NDArray[np.float64], count: int) -> _Indices:
+    """Ascending indices that hold the ``count`` largest and their equals, most often few more.
+
+    The rows of a table of ``COLUMNS_OF`` are compared at once: ``count`` columns whose largest is
+    no less than x say that so many elements are. Half the time of a partition of a vocabulary.
+    """
+    columns = len(logits) // COLUMNS_OF
+    if count >= columns:
+        return np.arange(len(logits), dtype=np.int64)
+    tops = logits[: columns * COLUMNS_OF].reshape(COLUMNS_OF, columns).max(axis=0)
+    floor = np.partition(tops, columns - count)[columns - count]
+    return np.flatnonzero(logits >= floor).astype(np.int64, copy=False)
 
 
 def _nucleus(logits: _Floats, temperature: float, share: float) -> _Indices:

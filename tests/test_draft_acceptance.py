@@ -221,12 +221,16 @@ def test_paths_give_the_tokens_that_a_tree_is_accepted_with(
     assert paths[()] == sum(map(len, lists))
 
 
-def test_hits_by_band_follow_what_was_measured_and_believe_the_draft_elsewhere() -> None:
+def test_hits_by_band_follow_what_was_measured_and_else_what_is_likely() -> None:
     texts = [ranks_of(*([0] * 90 + [1] * 10))]
     hits = band_hits(texts)
     sure, some = band_of(BANDS, 0.6), band_of(BANDS, 0.2)
-    assert hits[0][sure] == pytest.approx((90 + 0.575) / 101)
-    assert hits[1][some] == pytest.approx((10 + 0.275) / 101)
+    pooled = (90 + 4 * 0.575) / 104
+    assert hits[0][sure] == pytest.approx((90 + 4 * pooled) / 104)
+    # Nothing of that rank was met there: as the band over all ranks
+    assert hits[2][sure] == pytest.approx(pooled)
+    assert hits[1][some] == pytest.approx((10 + 4 * (10 + 4 * 0.275) / 104) / 104)
+    # Nothing at all was met there: as the draft says
     assert hits[0][-1] == pytest.approx(0.985)
     assert len(hits) == TOP
     assert all(0 <= share <= 1 for row in hits for share in row)

@@ -3,33 +3,43 @@
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import onnx
 import pytest
 from compiled_models import Recipe, compile_recipe, recipe_source
 from tiny_models import UNTIED, tiny_source
 
+from lowering.draft_compatibility import check_draft
 from lowering.draft_emission import emit_draft
 from lowering.emission import emit
+from lowering.source import ModelSource
 from profiles.errors import FulcrumError, InputError
 from profiles.words import AttentionKernel, Format
-from runtime.draft_model import open_draft
+from runtime.draft_model import DraftModelDrafter, DraftRows, open_draft
 from runtime.graph_checks import check_graphs
 from runtime.plan import ExecutionPlan, Formats
 from runtime.plan_folder import load_plan, read_plan
 from runtime.plan_writer import PlanWriter
+from runtime.pricing import PriceList
+from runtime.sampling import GREEDY
+from runtime.tree import ROOT, TokenTree
 
 RECIPE = Recipe(attention=AttentionKernel.EXACT)
 
 
 def with_draft(
-    folder: Path, formats: Format | Formats, kernel: AttentionKernel
+    folder: Path,
+    formats: Format | Formats,
+    kernel: AttentionKernel,
+    source: ModelSource | None = None,
 ) -> tuple[Path, ExecutionPlan]:
     """A plan of a tiny target and another tiny model that drafts for it."""
+    source = source or tiny_source(UNTIED, 1)
     plain = compile_recipe(RECIPE, folder / "plain.plan")
     target = folder / "with.plan"
     with PlanWriter(target) as writer:
         emit(recipe_source(RECIPE), RECIPE.format, RECIPE.context, writer, RECIPE.attention)
-        draft = emit_draft(tiny_source(UNTIED, 1), formats, RECIPE.context, writer, kernel)
+        draft = emit_draft(source, formats, RECIPE.context, writer, kernel)
         writer.commit(msgspec.structs.replace(plain, draft=draft))
     return target, load_plan(target)[1]
 
@@ -46,6 +56,25 @@ def test_a_plan_with_a_draft_is_read_checked_and_runs(
     assert files == {"draft/weights.bin", "draft/layers.onnx", "draft/head.onnx"}
     model = open_draft(folder, plan.draft, 1)
     assert model.logits(model.embed([1, 2])).shape == (2, plan.draft.model.vocab)
+    model.close()
+
+
+@pytest.mark.parametrize("rows", [-10, 64])
+def test_a_draft_may_be_padded_otherwise_than_the_target(tmp_path: Path, rows: int) -> None:
+    target, draft = recipe_source(RECIPE), tiny_source(seed=1)
+    vocab = draft.spec.vocab + rows
+    draft.weights["embed"] = np.resize(draft.weights["embed"], (vocab, draft.spec.hidden))
+    draft.spec = msgspec.structs.replace(draft.spec, vocab=vocab)
+    check_draft(target, draft)
+    folder, plan = with_draft(tmp_path, Format.W8A8, AttentionKernel.FUSED, draft)
+    assert plan.draft is not None
+    model = open_draft(folder, plan.draft, 1)
+    rows_held = DraftRows(plan.draft, plan.context)
+    prices = PriceList(plan.tables)
+    drafter = DraftModelDrafter(model, rows_held, prices, GREEDY, plan.model.vocab)
+    drafter.begin([1, plan.model.vocab - 1, 7])
+    (found,) = drafter.expand(TokenTree(7), [ROOT], plan.model.vocab)
+    assert set(found.ids) == set(range(min(vocab, plan.model.vocab)))
     model.close()
 
 

@@ -107,8 +107,8 @@ def test_a_plan_with_everything_comes_back_as_it_was_written(tmp_path: Path) -> 
         ("$.buckets[1].cycle.head", "both", "$.buckets[1].cycle.head"),
         # The draft model
         ("$.draft.model.heads", 0, "$.draft.model.heads"),
-        ("$.draft.model.vocab", 31, "$.draft.model.vocab"),
-        ("$.draft.model.vocab", 33, "$.draft.model.vocab"),
+        ("$.draft.model.vocab", 31, "$.draft.tensors, 'embed'"),
+        ("$.draft.model.vocab", 33, "$.draft.tensors, 'embed'"),
         ("$.draft.model.tokenizer.eos_ids", [32], "$.draft.model.tokenizer.eos_ids[0]"),
         ("$.draft.tensors[0].name", "other", "$.draft.tensors, 'embed'"),
         ("$.draft.tensors[0].offset_bytes", 1, "$.draft.tensors[0].offset_bytes"),

@@ -323,3 +323,17 @@ def test_candidates_of_a_large_vocabulary_are_those_of_noise_added_to_every_toke
         found = ranked(row, position, sampling, 6)
         assert found.ids == tuple(ids[order])
         assert found.probabilities == pytest.approx(shares, rel=1e-4, abs=1e-12)
+
+
+@given(
+    seed=st.integers(0, 999),
+    length=st.integers(1, 3000),
+    values=st.sampled_from([1, 2, 5, 50, 10**6]),
+    count=st.integers(1, 80),
+)
+def test_the_largest_of_a_long_row_are_found_also_among_equals(
+    seed: int, length: int, values: int, count: int
+) -> None:
+    row = np.random.default_rng(seed).integers(0, values, length).astype(np.float32)
+    expected = sorted(range(length), key=lambda token: (-row[token], token))[:count]
+    assert list(ranked(row, 0, GREEDY, count).ids) == expected
