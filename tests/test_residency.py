@@ -50,7 +50,8 @@ def load(
         streamed.append(Stage(SubLayerId(i), "cpu", slower * us, 0.0, blocks[i % 2] * BLOCK))
     before = (Task("cpu", draft_us, Role.DRAFT),)
     after = (Task("cpu", 2.0, Role.HEAD),)
-    return Load(name, 3.0, before, tuple(resident), tuple(streamed), after)
+    held = tuple(stage.stream_bytes for stage in streamed)
+    return Load(name, 3.0, before, tuple(resident), tuple(streamed), held, after)
 
 
 def subsets(of: Load, kept: frozenset[SubLayerId]) -> Iterator[frozenset[SubLayerId]]:
@@ -172,6 +173,14 @@ def test_what_a_draft_runs_stays_in_memory() -> None:
     chosen = choose_residency(FIXED.total_bytes + 24 * BLOCK, FIXED, [load(4)], READS, kept)
     assert chosen.residency is not None
     assert not kept & set(chosen.residency.streamed)
+
+
+def test_what_stays_is_counted_as_it_is_held() -> None:
+    """Packed in memory without the padding of the flash image."""
+    of = load(4)
+    packed = msgspec.structs.replace(of, held_bytes=tuple(b - 100 for b in of.held_bytes))
+    need = choose_residency(1 << 30, FIXED, [packed], READS).need
+    assert need.weights_bytes == FIXED.weights_bytes + sum(of.held_bytes) - 8 * 100
 
 
 def test_other_loads_are_reported_under_the_same_residency() -> None:
