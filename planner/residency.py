@@ -40,9 +40,14 @@ class Load(msgspec.Struct, frozen=True):
     """All sub-layers of the pass in order, with weights in memory."""
     streamed: tuple[Stage, ...]
     """The same with weights as they come from flash: ``stream_bytes`` in whole blocks."""
-    held_bytes: tuple[int, ...]
-    """Of each sub-layer where it stays in memory."""
     after: tuple[Task, ...]
+    held_bytes: tuple[int, ...] = ()
+    """Of each sub-layer where it stays in memory; empty: as in the flash image."""
+
+    @property
+    def resident_bytes(self) -> tuple[int, ...]:
+        """Of each sub-layer where it stays in memory."""
+        return self.held_bytes or tuple(stage.stream_bytes for stage in self.streamed)
 
     def work(self, streamed: Set[SubLayerId]) -> CycleWork:
         """The cycle when these sub-layers stream."""
@@ -159,7 +164,7 @@ def check_streamable(formats: Formats) -> None:
 
 def resident_bytes(load: Load, streamed: Set[SubLayerId]) -> int:
     """Weights of the sub-layers that stay; each is held once."""
-    sizes = zip(load.streamed, load.held_bytes, strict=True)
+    sizes = zip(load.streamed, load.resident_bytes, strict=True)
     return sum(size for stage, size in sizes if stage.sub_layer not in streamed)
 
 
@@ -184,7 +189,7 @@ def _search(load: Load, room: int, flash: Flash, kept: Set[SubLayerId]) -> list[
 def _filled(load: Load, entry: _Tried, room: int, flash: Flash) -> list[_Tried]:
     """The same with evenly spread attention in what is left of the memory."""
     attention = sorted(s for s in entry.streamed if s % 2 == 0)
-    places = zip(load.streamed, load.held_bytes, strict=True)
+    places = zip(load.streamed, load.resident_bytes, strict=True)
     sizes = {stage.sub_layer: size for stage, size in places}
     largest = max((sizes[s] for s in attention), default=0)
     count = min(len(attention), (room - entry.total_bytes) // largest) if largest else 0
@@ -342,7 +347,7 @@ def _named(entry: _Tried) -> str:
 def _least_us(load: Load, room: int, flash: Flash) -> float:
     """A bound for any residency: some bytes have to be read, everything has to be computed."""
     missing = max(0, resident_bytes(load, frozenset()) - room)
-    triples = list(zip(load.resident, load.streamed, load.held_bytes, strict=True))
+    triples = list(zip(load.resident, load.streamed, load.resident_bytes, strict=True))
     # What leaves memory, byte by byte: at least so much longer to compute, so much to read
     dearer = min((s.compute_us - r.compute_us) / max(1, held) for r, s, held in triples)
     shorter = min(s.stream_bytes / max(1, held) for _, s, held in triples)

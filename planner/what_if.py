@@ -101,9 +101,8 @@ def rechosen(setting: Setting, profile: DeviceProfile, budget_bytes: int) -> Cho
     load = Load(
         "first bucket",
         bucket.forecast.tokens_per_cycle,
-        *(work.before, work.stages, away.stages(rows, context)),
+        *(work.before, work.stages, away.stages(rows, context), work.after),
         tuple(size.resident for size in sub_layer_bytes(Model(plan.model, plan.tensors))),
-        work.after,
     )
     kept = set(bound_to_memory(plan.part_formats, everything))
     for entry in plan.buckets:

@@ -50,8 +50,7 @@ def load(
         streamed.append(Stage(SubLayerId(i), "cpu", slower * us, 0.0, blocks[i % 2] * BLOCK))
     before = (Task("cpu", draft_us, Role.DRAFT),)
     after = (Task("cpu", 2.0, Role.HEAD),)
-    held = tuple(stage.stream_bytes for stage in streamed)
-    return Load(name, 3.0, before, tuple(resident), tuple(streamed), held, after)
+    return Load(name, 3.0, before, tuple(resident), tuple(streamed), after)
 
 
 def subsets(of: Load, kept: frozenset[SubLayerId]) -> Iterator[frozenset[SubLayerId]]:
@@ -178,9 +177,9 @@ def test_what_a_draft_runs_stays_in_memory() -> None:
 def test_what_stays_is_counted_as_it_is_held() -> None:
     """Packed in memory without the padding of the flash image."""
     of = load(4)
-    packed = msgspec.structs.replace(of, held_bytes=tuple(b - 100 for b in of.held_bytes))
+    packed = msgspec.structs.replace(of, held_bytes=tuple(b - 100 for b in of.resident_bytes))
     need = choose_residency(1 << 30, FIXED, [packed], READS).need
-    assert need.weights_bytes == FIXED.weights_bytes + sum(of.held_bytes) - 8 * 100
+    assert need.weights_bytes == FIXED.weights_bytes + sum(of.resident_bytes) - 8 * 100
 
 
 def test_other_loads_are_reported_under_the_same_residency() -> None:
