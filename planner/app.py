@@ -241,7 +241,7 @@ def simulate(
 
     \b
     Example:
-      plan simulate my.plan --device oneplus12 --dram-budget 1GiB --flash-rate 2GB
+      plan simulate my.plan --device oneplus12 --dram-budget 1GiB --flash-rate 2GB/s
     """
     from planner.commands import simulate as body
 

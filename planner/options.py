@@ -154,7 +154,7 @@ FlashRate = Annotated[
         "--flash-rate",
         metavar="RATE",
         parser=parse_rate,
-        help="Slow reads of streamed weights to this, such as 500MB/s.",
+        help="Rate to read streamed weights at, such as 500MB/s.",
     ),
 ]
 Repeat = Annotated[
