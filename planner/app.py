@@ -4,7 +4,6 @@ A body is loaded only when its command runs: some take seconds to load, and help
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -30,9 +29,11 @@ from planner.options import (
     OtherDevice,
     Output,
     Plan,
+    PlanOutput,
     Prompts,
     PromptText,
     Quiet,
+    Refresh,
     Repeat,
     Rivals,
     Sampled,
@@ -45,6 +46,7 @@ from planner.options import (
     TopK,
     TopP,
     Verbose,
+    ViewName,
 )
 from planner.terminal import Terminal
 from profiles.errors import InputError
@@ -116,9 +118,7 @@ def profile(
     ctx: typer.Context,
     device: Annotated[str, typer.Argument(metavar="DEVICE", help="`host`, a name or a file.")],
     output: Output = None,
-    refresh: Annotated[
-        bool, typer.Option("--refresh", help="Measure again, even if it was done before.")
-    ] = False,
+    refresh: Refresh = False,
     threads: Threads = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
@@ -142,10 +142,7 @@ def compile_(
     ctx: typer.Context,
     model: Model,
     device: Device,
-    output: Annotated[
-        Path | None,
-        typer.Option("-o", "--output", help="Default: MODEL-DEVICE.plan in this folder."),
-    ] = None,
+    output: PlanOutput = None,
     context: Context = None,
     target_format: TargetFormat = "w8a16",
     draft: DraftModelName = None,
@@ -188,9 +185,7 @@ def compile_(
 def inspect_(
     ctx: typer.Context,
     plan: Plan,
-    view: Annotated[
-        str, typer.Option("--format", metavar="VIEW", help="text, json, dot or svg.")
-    ] = "text",
+    view: ViewName = "text",
     output: Output = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
@@ -246,7 +241,7 @@ def simulate(
 
     \b
     Example:
-      plan simulate my.plan --device oneplus12 --dram-budget 1GiB --flash-rate 2GB
+      plan simulate my.plan --device oneplus12 --dram-budget 1GiB --flash-rate 2GB/s
     """
     from planner.commands import simulate as body
 

@@ -9,7 +9,7 @@ from planner.pass_tables import PassTimes
 from planner.placement import PlacedPass, Work
 from planner.simulate import ring_bytes
 from profiles.errors import IncompatibleError
-from profiles.words import SubLayerId
+from profiles.words import ProcessorKind, SubLayerId
 from runtime.plan import Bucket, ExecutionPlan
 from runtime.plan_cycles import Cycle, DraftShape, DraftSource, HeadOrder
 from runtime.plan_tables import PassKind, Placement, Span
@@ -97,16 +97,16 @@ def planned_work(plan: ExecutionPlan, index: int) -> CycleWork:
             where=f"$.buckets[{index}]",
             hint="name a device to price them on with --device",
         )
-    prices = PriceList(plan.tables)
-    before = [*_lookup(cycle, passing.head_processor, plan.tables.ngram_us)]
+    prices, cpu = PriceList(plan.tables), _cpu(plan)
+    before = [*_lookup(cycle, cpu, plan.tables.ngram_us)]
     for level, rows in enumerate(shape.levels, start=1):
-        before += _planned_draft(plan, index, prices, rows, f"pass {level}")
+        before += _planned_draft(plan, index, prices, rows, cpu, f"pass {level}")
     if shape.head_passes:
         head_us = shape.head_passes * prices.head_us(1)
     else:
         head_us = prices.head_us(shape.rows) if plan.tables.head_us else passing.head_us
     stages = tuple(_stages(plan, passing, _scale(plan, passing, prices, kind, shape.rows)))
-    return CycleWork(tuple(before), stages, _after(passing.head_processor, head_us, prices))
+    return CycleWork(tuple(before), stages, _after(passing.head_processor, cpu, head_us, prices))
 
 
 def device_work(plan: ExecutionPlan, index: int, times: PassTimes) -> CycleWork:
@@ -121,7 +121,7 @@ def device_work(plan: ExecutionPlan, index: int, times: PassTimes) -> CycleWork:
             placed = times.proposing(rows, context)
         else:
             placed = times.drafting(skipped, context)
-        before += _placed_draft(placed, f"pass {level}")
+        before += _placed_tasks(placed, f"pass {level}")
         before.append(Task(times.machine.cpu, times.cycle_us, Role.CONSTANT))
     if shape.head_passes:
         head_us = shape.head_passes * times.head_us(1, context)
@@ -145,9 +145,14 @@ def _lookup(cycle: Cycle, processor: str, ngram_us: float) -> Iterator[Task]:
         yield Task(processor, ngram_us, Role.DRAFT, "lookup")
 
 
-def _after(processor: str, head_us: float, prices: PriceList) -> tuple[Task, ...]:
-    constant = Task(processor, prices.cycle_us, Role.CONSTANT)
-    return Task(processor, head_us, Role.HEAD), constant
+def _after(head: str, cpu: str, head_us: float, prices: PriceList) -> tuple[Task, ...]:
+    return Task(head, head_us, Role.HEAD), Task(cpu, prices.cycle_us, Role.CONSTANT)
+
+
+def _cpu(plan: ExecutionPlan) -> str:
+    """The plan's CPU by name, if it uses one: it looks up, samples and keeps the books."""
+    kinds = {entry.processor: entry.processor_kind for entry in plan.numerics}
+    return next((name for name, kind in kinds.items() if kind is ProcessorKind.CPU), "cpu")
 
 
 def _placement(plan: ExecutionPlan, index: int, kind: PassKind) -> Placement | None:
@@ -155,24 +160,23 @@ def _placement(plan: ExecutionPlan, index: int, kind: PassKind) -> Placement | N
 
 
 def _planned_draft(
-    plan: ExecutionPlan, index: int, prices: PriceList, rows: int, label: str
+    plan: ExecutionPlan, index: int, prices: PriceList, rows: int, cpu: str, label: str
 ) -> Iterator[Task]:
     """A drafting pass; placed in the plan for one row, of more rows the tables know the sum."""
     cycle = plan.buckets[index].cycle
     kind = PassKind.PROPOSE if cycle.draft is DraftSource.MODEL else PassKind.DRAFT
     placed = _placement(plan, index, kind)
+    processor = placed.head_processor if placed is not None else cpu
     if placed is not None and placed.width == rows:
         yield from _span_tasks(placed.spans, label)
-        yield Task(placed.head_processor, placed.head_us, Role.DRAFT, label)
+        yield Task(processor, placed.head_us, Role.DRAFT, label)
     else:
-        context = plan.buckets[index].context_to
-        us = prices.pass_us(kind, cycle.mask, rows, context)
-        yield Task(placed.head_processor if placed else "cpu", us, Role.DRAFT, label)
-    if placed is not None:
-        yield Task(placed.head_processor, prices.cycle_us, Role.CONSTANT)
+        us = prices.pass_us(kind, cycle.mask, rows, bucket_context(plan.buckets[index]))
+        yield Task(processor, us, Role.DRAFT, label)
+    yield Task(cpu, prices.cycle_us, Role.CONSTANT)
 
 
-def _placed_draft(placed: PlacedPass, label: str) -> Iterator[Task]:
+def _placed_tasks(placed: PlacedPass, label: str) -> Iterator[Task]:
     yield from _span_tasks(placed.spans, label)
     yield Task(placed.head_processor, placed.head_us, Role.DRAFT, label)
 

@@ -27,6 +27,14 @@ Threads = Annotated[
     typer.Option("--threads", min=1, metavar="N", help="Threads; default: one for each core."),
 ]
 Output = Annotated[Path | None, typer.Option("-o", "--output", help="Write here, not to stdout.")]
+PlanOutput = Annotated[
+    Path | None,
+    typer.Option("-o", "--output", help="Default: MODEL-DEVICE.plan in this folder."),
+]
+ViewName = Annotated[str, typer.Option("--format", metavar="VIEW", help="text, json, dot or svg.")]
+Refresh = Annotated[
+    bool, typer.Option("--refresh", help="Measure again, even if it was done before.")
+]
 NewTokens = Annotated[
     int, typer.Option("--max-new-tokens", min=1, metavar="N", help="Most tokens.")
 ]
@@ -146,7 +154,7 @@ FlashRate = Annotated[
         "--flash-rate",
         metavar="RATE",
         parser=parse_rate,
-        help="Slow reads of streamed weights to this, such as 500MB/s.",
+        help="Rate to read streamed weights at, such as 500MB/s.",
     ),
 ]
 Repeat = Annotated[

@@ -41,6 +41,13 @@ class Load(msgspec.Struct, frozen=True):
     streamed: tuple[Stage, ...]
     """The same with weights as they come from flash: ``stream_bytes`` in whole blocks."""
     after: tuple[Task, ...]
+    held_bytes: tuple[int, ...] = ()
+    """Of each sub-layer where it stays in memory; empty: as in the flash image."""
+
+    @property
+    def resident_bytes(self) -> tuple[int, ...]:
+        """Of each sub-layer where it stays in memory."""
+        return self.held_bytes or tuple(stage.stream_bytes for stage in self.streamed)
 
     def work(self, streamed: Set[SubLayerId]) -> CycleWork:
         """The cycle when these sub-layers stream."""
@@ -91,9 +98,9 @@ def choose_residency(
 ) -> Choice:
     """The residency of least cycle time of ``loads[0]``; the other loads are reported with it.
 
-    ``fixed`` is what the budget holds besides sub-layers and ring: its ``weights_bytes`` are those
-    of head and embedding. ``kept`` have to stay in memory, since a draft runs them or their format
-    cannot stream. ``slows_compute`` is that of ``planner.lanes.Flash``.
+    ``fixed`` is what the budget holds besides sub-layers and ring (``planner.memory.plan_memory``
+    with all of them streamed and no slots). ``kept`` have to stay in memory, since a draft runs
+    them or their format cannot stream. ``slows_compute`` is that of ``planner.lanes.Flash``.
 
     Raises:
         InfeasibleError: The budget is too small; says the smallest that works.
@@ -157,7 +164,8 @@ def check_streamable(formats: Formats) -> None:
 
 def resident_bytes(load: Load, streamed: Set[SubLayerId]) -> int:
     """Weights of the sub-layers that stay; each is held once."""
-    return sum(s.stream_bytes for s in load.streamed if s.sub_layer not in streamed)
+    sizes = zip(load.streamed, load.resident_bytes, strict=True)
+    return sum(size for stage, size in sizes if stage.sub_layer not in streamed)
 
 
 def _search(load: Load, room: int, flash: Flash, kept: Set[SubLayerId]) -> list[_Tried]:
@@ -181,7 +189,8 @@ def _search(load: Load, room: int, flash: Flash, kept: Set[SubLayerId]) -> list[
 def _filled(load: Load, entry: _Tried, room: int, flash: Flash) -> list[_Tried]:
     """The same with evenly spread attention in what is left of the memory."""
     attention = sorted(s for s in entry.streamed if s % 2 == 0)
-    sizes = {s.sub_layer: s.stream_bytes for s in load.streamed}
+    places = zip(load.streamed, load.resident_bytes, strict=True)
+    sizes = {stage.sub_layer: size for stage, size in places}
     largest = max((sizes[s] for s in attention), default=0)
     count = min(len(attention), (room - entry.total_bytes) // largest) if largest else 0
     if not count:
@@ -338,9 +347,9 @@ def _named(entry: _Tried) -> str:
 def _least_us(load: Load, room: int, flash: Flash) -> float:
     """A bound for any residency: some bytes have to be read, everything has to be computed."""
     missing = max(0, resident_bytes(load, frozenset()) - room)
-    dearer = min(
-        (away.compute_us - here.compute_us) / max(1, away.stream_bytes)
-        for here, away in zip(load.resident, load.streamed, strict=True)
-    )
+    triples = list(zip(load.resident, load.streamed, load.resident_bytes, strict=True))
+    # What leaves memory, byte by byte: at least so much longer to compute, so much to read
+    dearer = min((s.compute_us - r.compute_us) / max(1, held) for r, s, held in triples)
+    shorter = min(s.stream_bytes / max(1, held) for _, s, held in triples)
     computing = load.work(frozenset()).compute_us + missing * max(0.0, dearer)
-    return max(computing, flash.read_us(missing))
+    return max(computing, flash.read_us(1) * missing * shorter)

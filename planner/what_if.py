@@ -14,6 +14,7 @@ from planner.cycle_work import (
 )
 from planner.inspect.units import bytes_label
 from planner.lanes import CycleWork, Flash
+from planner.memory import Model, head_bytes, sub_layer_bytes
 from planner.pass_tables import PassTimes, Streaming
 from planner.placement import Assignment, Machine, Work, place, stored_wide
 from planner.residency import (
@@ -101,6 +102,7 @@ def rechosen(setting: Setting, profile: DeviceProfile, budget_bytes: int) -> Cho
         "first bucket",
         bucket.forecast.tokens_per_cycle,
         *(work.before, work.stages, away.stages(rows, context), work.after),
+        tuple(size.resident for size in sub_layer_bytes(Model(plan.model, plan.tensors))),
     )
     kept = set(bound_to_memory(plan.part_formats, everything))
     for entry in plan.buckets:
@@ -113,14 +115,8 @@ def rechosen(setting: Setting, profile: DeviceProfile, budget_bytes: int) -> Cho
 
 def _fixed(plan: ExecutionPlan) -> MemoryNeed:
     """What the budget holds besides sub-layers and ring."""
-    sizes = streamed_bytes(plan)
-    layers = sum(sizes.values())
-    if plan.residency is None:
-        head = plan.weights.bytes - layers
-    else:
-        away = sum(sizes.get(s, 0) for s in plan.residency.streamed)
-        head = plan.memory.weights_bytes - (layers - away)
-    return msgspec.structs.replace(plan.memory, weights_bytes=max(0, head), ring_bytes=0)
+    weights = head_bytes(Model(plan.model, plan.tensors), plan.context)
+    return msgspec.structs.replace(plan.memory, weights_bytes=weights, ring_bytes=0)
 
 
 def pass_times(

@@ -19,6 +19,7 @@ from planner.inspect.figures import bucket_figures, layers_us
 from planner.inspect.gantt import MARKS, WIDTH, gantt
 from planner.inspect.text import plan_text
 from planner.lanes import CycleWork, Flash, Role, Stage, Task
+from planner.memory import Model, head_bytes, sub_layer_bytes
 from planner.simulate import simulate, stream_table
 from planner.what_if import (
     outcomes,
@@ -33,7 +34,7 @@ from planner.what_if import (
 from profiles.errors import IncompatibleError, InfeasibleError
 from profiles.profile import load_profile
 from profiles.words import AttentionKernel, Format, SubLayerId
-from runtime.plan import ExecutionPlan, MemoryNeed, Residency
+from runtime.plan import ExecutionPlan, Residency
 from runtime.plan_cycles import Cycle, DraftSource
 from runtime.plan_folder import read_plan
 from runtime.plan_tables import PassKind, Placement, Span
@@ -152,20 +153,21 @@ def test_faster_flash_is_never_slower(compiled: Compiled) -> None:
 
 def test_a_budget_chooses_the_residency_anew_and_is_kept(compiled: Compiled) -> None:
     planned, phone = read_plan(compiled(RECIPE)), load_profile("oneplus12")
-    sizes = streamed_bytes(planned)
-    fixed = MemoryNeed(planned.weights.bytes - sum(sizes.values()), 1 << 20, 1 << 24)
-    planned = msgspec.structs.replace(
-        planned, memory=msgspec.structs.replace(fixed, weights_bytes=2 * planned.weights.bytes)
-    )
+    model = Model(planned.model, planned.tensors)
+    sizes = sub_layer_bytes(model)
+    layers = sum(size.resident for size in sizes)
+    least = sizes[0].streamed + sizes[1].streamed
+    assert least < layers
+    fixed = head_bytes(model, planned.context) + planned.memory.kv_bytes
+    fixed += planned.memory.interpreter_bytes
     setting = setting_of(planned, phone, phone)
-    everything = fixed.total_bytes + sum(sizes.values())
-    assert with_budget(setting, phone, everything).residency is None
-    tight = with_budget(setting, phone, everything - sum(sizes.values()) // 2)
+    assert with_budget(setting, phone, fixed + layers).residency is None
+    tight = with_budget(setting, phone, fixed + least)
     assert tight.residency is not None
-    assert tight.need.total_bytes <= everything - sum(sizes.values()) // 2
+    assert tight.need.total_bytes <= fixed + least
     assert timelines(tight, works(tight))[0].read_bytes > 0
     with pytest.raises(InfeasibleError, match="--dram-budget"):
-        with_budget(setting, phone, fixed.total_bytes)
+        with_budget(setting, phone, fixed)
 
 
 def test_formats_that_cannot_stream_stay_whole_or_are_infeasible(compiled: Compiled) -> None:

@@ -174,6 +174,14 @@ def test_what_a_draft_runs_stays_in_memory() -> None:
     assert not kept & set(chosen.residency.streamed)
 
 
+def test_what_stays_is_counted_as_it_is_held() -> None:
+    """Packed in memory without the padding of the flash image."""
+    of = load(4)
+    packed = msgspec.structs.replace(of, held_bytes=tuple(b - 100 for b in of.resident_bytes))
+    need = choose_residency(1 << 30, FIXED, [packed], READS).need
+    assert need.weights_bytes == FIXED.weights_bytes + sum(of.resident_bytes) - 8 * 100
+
+
 def test_other_loads_are_reported_under_the_same_residency() -> None:
     spec, ar = load(4), load(4, draft_us=0.0, name="ar")
     chosen = choose_residency(FIXED.total_bytes + 24 * BLOCK, FIXED, [spec, ar], READS)
