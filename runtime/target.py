@@ -61,6 +61,7 @@ class Target:
             for graph in graphs
         }
         self._head = HeadSession(*files.pop(GraphKind.HEAD), threads)
+        give_back_pages(tensors.values())
         if reader is None:
             self._layers = LayersSession(*files[GraphKind.LAYERS], spec, threads, attention)
         else:

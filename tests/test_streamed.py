@@ -1,6 +1,7 @@
 """Passes of a target that partly streams from flash: the bits of one that is all in memory."""
 
 import os
+import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -20,8 +21,8 @@ from profiles.words import AttentionKernel, Format, SubLayerId, SubLayerKind
 from runtime.backends import HIDDEN, PassResult
 from runtime.graph_checks import check_graphs
 from runtime.kv_cache import KvCache
-from runtime.plan import Artefact, ExecutionPlan, GraphKind, Residency
-from runtime.plan_folder import read_plan
+from runtime.plan import Artefact, ExecutionPlan, GraphKind, Residency, TensorRef, TensorType
+from runtime.plan_folder import give_back_pages, map_tensors, read_plan
 from runtime.streamed import segments
 from runtime.target import Target, open_target
 
@@ -285,3 +286,25 @@ def test_streamed_sub_layers_have_graphs_of_their_own(compiled) -> None:
     assert "layers.0.qkv" not in layers
     assert "layers.1.down" not in layers
     assert {"layers.0.down", "layers.1.qkv"} <= set(layers)
+
+
+def resident_file_bytes() -> int:
+    found = re.search(r"RssFile:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found
+    return int(found[1]) * 1024
+
+
+def test_mapped_pages_are_given_back_and_keep_what_they_say(tmp_path: Path) -> None:
+    size = 64 << 20
+    data = np.arange(size // 4, dtype=np.uint32).view(np.uint8)
+    (tmp_path / "weights.bin").write_bytes(data.tobytes())
+    tensors = [TensorRef("a", TensorType.U8, (size // 2,), 0)]
+    tensors.append(TensorRef("b", TensorType.F32, (2, size // 16), size // 2))
+    views = map_tensors(tmp_path, Artefact("weights.bin", size, "0" * 64), tensors)
+    own = np.arange(5000)
+    assert int(views["a"].sum()) == int(data[: size // 2].sum())
+    held = resident_file_bytes()
+    give_back_pages([*views.values(), own, own[3:]])
+    assert resident_file_bytes() < held - size // 4
+    assert np.array_equal(views["a"], data[: size // 2])
+    assert np.array_equal(own, np.arange(5000))
