@@ -254,4 +254,5 @@ def best_chunk(times: PassTimes, context: int) -> int:
     """Prefill chunk of least time per token."""
     widths = possible_widths(times)
     chunks = [width for width in widths if width >= 8] or widths[-1:]
-    return min(chunks, key=lambda w: times.committing(w, context, head_rows=1).us / w)
+    head_us = times.head_us(1, context)
+    return min(chunks, key=lambda w: (times.verify_us(w, context, 0.0) + head_us) / w)
