@@ -50,6 +50,8 @@ class Decided(msgspec.Struct, frozen=True):
     """The fastest plain decoding of each bucket within the budget."""
     ranking: tuple[tuple[str, float], ...]
     """All variants with the speed of their cycles, best first."""
+    refused: tuple[str, ...]
+    """What does not fit into the budget."""
 
     @property
     def times(self) -> PassTimes:
@@ -282,7 +284,7 @@ def placement_decision(decided: Decided) -> Decision:
     """Where the target runs."""
     ranking = decided.ranking
     (name, speed), *rivals = ranking
-    reasons = "; ".join(decided.machine.reasons.values())
+    reasons = "; ".join((*decided.refused, *decided.machine.reasons.values()))
     flips = "there is one processor"
     if rivals:
         flips = f"the times of {rivals[0][0]} fall by {1 - rivals[0][1] / speed:.1%}"

@@ -1,6 +1,6 @@
 """From a model and a device to a plan: emit, calibrate, decide, write."""
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -32,7 +32,7 @@ from planner.placement import stored_wide
 from planner.prompt_file import Prompt, bundled_prompts
 from planner.quality import check_quality
 from planner.search import BucketChoice, Search, mean_speed, plain_speed
-from planner.variants import Models, Variant, variants
+from planner.variants import Models, Variant, Ways, ways
 from profiles.errors import InputError, UnsupportedError
 from profiles.measure import usable_cores
 from profiles.profile import DeviceProfile, load_profile
@@ -108,13 +108,13 @@ def compile_plan(request: Request, report: Report) -> ExecutionPlan:
         stored = stored_wide(source.spec, files.tensors)
         models = Models(profile, target, formats, stored, draft, context, budget)
         # Before anything is measured: a budget that holds nothing is refused at once
-        ways = list(variants(models))
+        found = ways(models)
         with calibration_target(writer, source, formats, context, files) as exact:
             calibration = open_calibration(request, source, exact, context, report)
             quality = calibration.quality(source)
             check_quality(quality, formats)
             with opened_draft(writer.folder, draft, calibration, source) as drafts:
-                decided = decide(models, ways, calibration, drafts)
+                decided = decide(models, found, calibration, drafts)
         chosen = decided.variant
         graphs = emit_graphs(
             *(source.spec, formats, context, chosen.times.machine.attention),
@@ -219,14 +219,14 @@ def open_calibration(
 
 def decide(
     models: Models,
-    ways: Sequence[Variant],
+    found: Ways,
     calibration: Calibration,
     drafts: ModelDrafts | None,
 ) -> Decided:
     """The cycles of every variant; the variant whose cycles are fastest."""
     resident = models.machine(AttentionKernel.FUSED)
     search = Search(resident, calibration, models.context, drafts)
-    tried = [Tried(way, search.run(way.times)) for way in ways]
+    tried = [Tried(way, search.run(way.times)) for way in found.variants]
     # One that decodes plainly more slowly has to promise more than the error of prices
     plainest = max(plain_speed(each.choices) for each in tried)
     tried.sort(
@@ -248,6 +248,7 @@ def decide(
         tuple(reported),
         tuple(plain),
         tuple((each.name, each.speed) for each in tried),
+        found.refused,
     )
 
 

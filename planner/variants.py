@@ -6,6 +6,7 @@ wins.
 """
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -19,7 +20,7 @@ from profiles.profile import DeviceProfile
 from profiles.words import AttentionKernel, SubLayerId
 from runtime.plan import Decision, DraftModel, Formats, MemoryNeed, Residency
 
-EXACT_GROWTH_TOKENS = 128
+EXACT_GROWTH_TOKENS = 256
 """Step of the cache with exact attention, which looks at all of its capacity."""
 FIRST_CHAIN, FIRST_TOKENS = 8, 6.0
 """Drafted tokens of the chain that residency is chosen for, and what it is taken to commit."""
@@ -73,25 +74,31 @@ class Variant(msgspec.Struct, frozen=True):
         return self.times.draft is not None
 
 
-def variants(models: Models) -> Iterator[Variant]:
+class Ways(NamedTuple):
+    """How the budget can be used."""
+
+    variants: list[Variant]
+    refused: tuple[str, ...]
+    """What does not fit, and why."""
+
+
+def ways(models: Models) -> Ways:
     """All that fit into the budget.
 
     Raises:
         InfeasibleError, UnsupportedError: None does; says what would.
     """
-    refusals: list[FulcrumError] = []
-    found = False
+    found: list[Variant] = []
+    refusals: list[tuple[str, FulcrumError]] = []
     for drafts in (False, True) if models.draft else (False,):
         resident = list(_resident(models, drafts))
         try:
-            # Lazily: a streamed one is priced by simulation
-            for variant in resident or _streamed(models, drafts):
-                found = True
-                yield variant
+            found += resident or _streamed(models, drafts)
         except (InfeasibleError, UnsupportedError) as error:
-            refusals.append(error)
+            refusals.append(("with the draft model" if drafts else "without a draft", error))
     if not found:
-        raise refusals[0]
+        raise refusals[0][1]
+    return Ways(found, tuple(f"{name}: {error}" for name, error in refusals))
 
 
 def need_of(models: Models, attention: AttentionKernel, drafts: bool, away: bool) -> MemoryNeed:
