@@ -21,6 +21,7 @@ from runtime.plan import (
     ExecutionPlan,
     GraphKind,
 )
+from runtime.plan_tables import PassKind
 from runtime.stream_checks import residency_faults, stream_faults
 
 _ALWAYS = frozenset({GraphKind.LAYERS, GraphKind.HEAD})
@@ -132,7 +133,10 @@ def _placements(plan: ExecutionPlan) -> Iterator[Fault]:
         yield from outside(f"{path}.bucket", placement.bucket, 0, len(plan.buckets) - 1)
         ranges = [(span.first, span.end) for span in placement.spans]
         yield from tiling(f"{path}.spans", ranges, ("first", "end"))
-        yield from covers(f"{path}.spans", ranges, plan.model.sub_layers)
+        model = plan.model
+        if placement.kind is PassKind.PROPOSE and plan.draft is not None:
+            model = plan.draft.model
+        yield from covers(f"{path}.spans", ranges, model.sub_layers)
 
 
 def _tables(plan: ExecutionPlan) -> Iterator[Fault]:
