@@ -163,9 +163,9 @@ class Target:
         return found
 
     @property
-    def flash(self) -> FlashCounters | None:
-        """What was streamed so far; None where all sub-layers are in memory."""
-        return self.reader.counters if self.reader else None
+    def flash(self) -> FlashCounters:
+        """What was streamed so far: nothing where all sub-layers are in memory."""
+        return self.reader.counters if self.reader else FlashCounters()
 
     def stop(self) -> None:
         """Let a pass that waits for weights end with a ``FlashError``, from whichever thread."""
