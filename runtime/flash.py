@@ -7,6 +7,7 @@ not at all, and what went wrong in the thread is raised where a sub-layer is wai
 
 import errno
 import mmap
+import operator
 import os
 import threading
 import time
@@ -52,7 +53,7 @@ class FlashCounters(NamedTuple):
 
     def since(self, before: "FlashCounters") -> "FlashCounters":
         """What was counted after ``before``."""
-        return FlashCounters(*(now - then for now, then in zip(self, before, strict=True)))
+        return FlashCounters._make(map(operator.sub, self, before))
 
 
 class _Slot:
@@ -126,7 +127,6 @@ class FlashReader:
         self._due = 0.0
         """When a throttled reader may go on, by ``time.perf_counter``."""
         self._descriptor, self.direct = self._open()
-        self._length = os.fstat(self._descriptor).st_size
         self._thread = threading.Thread(target=self._work, name="fulcrum-flash", daemon=True)
         self._thread.start()
 
@@ -148,16 +148,6 @@ class FlashReader:
     def slots(self, kind: SubLayerKind) -> list[Array]:
         """The memory of the slots of a kind: ``take`` returns the beginning of one of them."""
         return [slot.array for slot in self._slots.get(kind, ())]
-
-    def check_length(self) -> None:
-        """``FlashError`` if the file has become too short, before its mapped pages are touched.
-
-        The system ends a process that reads a mapped page past the end of a file.
-        """
-        with self._changed:
-            found = self._length if self._closed else os.fstat(self._descriptor).st_size
-        if found < self._length:
-            raise self._failed("the weights were cut off", f"{found} bytes", self._length)
 
     def restart(self, sequence: Sequence[SubLayerId]) -> None:
         """The next sub-layers to be taken are those of ``sequence``, over and over.
