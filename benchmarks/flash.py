@@ -76,7 +76,7 @@ def sweep_table(entries: Sequence[tuple[ExecutionPlan, dict[str, Any]]]) -> str:
         rows.append(
             [
                 bytes_label(plan.device.memory_budget_bytes),
-                bytes_label(found["peak_rss_bytes"]),
+                bytes_label(ar["decode_peak_bytes"] or found["peak_rss_bytes"]),
                 f"{100 * (1 - streamed_share(plan)):.0f} %",
                 bytes_label(round(ar["flash_bytes_per_token"])),
                 f"{bytes_label(round(ar['flash_bytes_per_s']))}/s",

@@ -16,6 +16,7 @@ from typing import Any
 
 from profiles.words import AttentionKernel, Format, SubLayerId
 from runtime import target as runtime_target
+from runtime.embedding import EmbeddingFile
 from runtime.kv_cache import KvCache
 from runtime.plan import Artefact, Residency
 from runtime.plan_folder import give_back_pages, map_tensors
@@ -80,7 +81,8 @@ def main() -> None:
         if streamed:
             reader = open_reader(folder / weights.path, refs, Residency(streamed, 2, 1 << 20))
         runtime_target.give_back_pages = give_back
-        target = runtime_target.Target(folder, spec, graphs, tensors, 1, EXACT, reader)
+        table = EmbeddingFile(folder / weights.path, refs)
+        target = runtime_target.Target(folder, spec, graphs, tensors, 1, EXACT, reader, table)
         print("given back:", resident())
         target.run_chain([1, 2], 0, KvCache(spec, 256, 2048))
         print("after a pass:", resident())

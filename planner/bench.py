@@ -13,6 +13,7 @@ import msgspec
 
 from planner.modes import Mode
 from planner.prompt_file import Prompt
+from runtime import memory
 from runtime.session import Session
 from runtime.stats import Stats
 
@@ -33,7 +34,9 @@ class Sample(msgspec.Struct, frozen=True):
     token_ids: tuple[int, ...]
     stats: Stats
     peak_rss_bytes: int = 0
-    """Most memory that the process held until then."""
+    """Most memory that the process held until then, loading included."""
+    decode_peak_bytes: int | None = None
+    """Most memory that it held during this; None where the system does not say."""
 
 
 class Contender(msgspec.Struct, frozen=True):
@@ -69,14 +72,18 @@ def measure(
     for way in ways:
         _decode(way, encoded[0], min(WARM_TOKENS, max_new_tokens))
     samples: list[Sample] = []
+    peak_bytes = peak_rss_bytes()
     total = rounds * len(prompts) * len(ways)
     for turn in range(rounds):
         for index, (prompt, ids) in enumerate(zip(prompts, encoded, strict=True)):
             for way in ways if (turn + index) % 2 == 0 else reversed(ways):
                 report("measuring", len(samples), total)
+                resets = memory.reset_peak()
                 tokens, stats = _decode(way, ids, max_new_tokens)
+                own_peak = memory.peak_rss_bytes() if resets else None
+                peak_bytes = max(peak_bytes, own_peak or peak_rss_bytes())
                 where = way.name, prompt.id, prompt.category, turn
-                samples.append(Sample(*where, tokens, stats, peak_rss_bytes()))
+                samples.append(Sample(*where, tokens, stats, peak_bytes, own_peak))
     report("measuring", total, total)
     return samples
 
@@ -89,7 +96,7 @@ def _decode(way: Contender, ids: Sequence[int], count: int) -> tuple[tuple[int, 
 
 
 def peak_rss_bytes() -> int:
-    """Most memory that this process ever held."""
+    """Most memory that this process held since it began, or since it was last reset."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     # Kilobytes, except on macOS
     return peak if sys.platform == "darwin" else 1024 * peak

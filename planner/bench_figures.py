@@ -76,7 +76,9 @@ class ModeFigures(msgspec.Struct, frozen=True, kw_only=True):
     exposed_over_expected: float | None
     """None where nothing was to be exposed."""
     peak_rss_bytes: int
-    """Of the process, all modes and rivals together."""
+    """Of the process, all modes and rivals together, loading included."""
+    decode_peak_bytes: int | None
+    """Of the process while this mode decoded; None where the system does not say."""
     token_exact: bool
     """The output was that of plain decoding in the same passes, for every prompt and round."""
 
@@ -153,6 +155,7 @@ def figures(
         flash_bytes_per_s=per_second(stats.flash_bytes, stats.read_us),
         exposed_over_expected=cycle.exposed_io_us / expected if expected else None,
         peak_rss_bytes=max(sample.peak_rss_bytes for sample in samples),
+        decode_peak_bytes=max((s.decode_peak_bytes or 0 for s in own), default=0) or None,
         token_exact=same_text(samples, mode, exact_as),
     )
 
@@ -239,6 +242,8 @@ def bench_data(
         "target_format": str(plan.part_formats),
         "device_is_here": comparable,
         "plan_speculates": speculates(plan),
+        "memory_need_bytes": plan.memory.total_bytes,
+        "memory_budget_bytes": plan.device.memory_budget_bytes,
         "flash_rate_bytes_per_s": flash_rate,
         "prompts": len({sample.prompt_id for sample in samples}),
         "rounds": 1 + max(sample.round for sample in samples),

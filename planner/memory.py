@@ -8,6 +8,7 @@ from lowering.linear_nodes import PART_KINDS, product_name
 from planner.roofline import WEIGHT_BYTES
 from profiles.errors import InfeasibleError
 from profiles.words import AttentionKernel, SubLayerId, SubLayerKind, kind_of
+from runtime.embedding import EMBEDDING_TENSORS, KEPT_ROWS
 from runtime.model_spec import ModelSpec
 from runtime.plan import ALIGNMENT_BYTES, Formats, MemoryNeed, TensorRef, TensorType
 from runtime.plan_types import WIDEST_PASS
@@ -84,10 +85,10 @@ def plan_memory(
     if draft is not None:
         kv += kv_bytes(draft.spec, context, growth_tokens)
     return MemoryNeed(
-        weights_bytes=sum(sizes[i].resident for i in held) + head_bytes(target, context),
+        weights_bytes=sum(sizes[i].resident for i in held) + head_bytes(target),
         kv_bytes=kv,
         interpreter_bytes=interpreter_bytes(spec) + pass_bytes,
-        draft_bytes=0 if draft is None else draft_bytes(draft, context),
+        draft_bytes=0 if draft is None else draft_bytes(draft),
         ring_bytes=ring_bytes(sizes, streamed, slots),
     )
 
@@ -108,22 +109,17 @@ def sub_layer_bytes(model: Model) -> tuple[SubLayerBytes, ...]:
     )
 
 
-def head_bytes(model: Model, context: int) -> int:
-    """What is in memory besides the sub-layers: head, rotary tables, rows of the embedding.
-
-    Of the embedding a page is touched for each position at most.
-    """
+def head_bytes(model: Model) -> int:
+    """What is in memory besides the sub-layers: head, rotary tables, rows of the embedding."""
     by_name = {tensor.name: tensor for tensor in model.tensors}
-    rest = [tensor for tensor in model.tensors if _sub_layer(tensor.name) is None]
-    table = sum(_size(tensor) for tensor in rest if tensor.name.startswith("embed"))
-    others = sum(_packed(t, by_name) for t in rest if not t.name.startswith("embed"))
-    row_bytes = -(-table // model.spec.vocab // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-    return others + min(table, context * max(row_bytes, ALIGNMENT_BYTES))
+    rest = [t for t in model.tensors if _sub_layer(t.name) is None]
+    others = sum(_packed(t, by_name) for t in rest if t.name not in EMBEDDING_TENSORS)
+    return others + F32_BYTES * model.spec.hidden * min(KEPT_ROWS, model.spec.vocab)
 
 
-def draft_bytes(draft: Model, context: int) -> int:
+def draft_bytes(draft: Model) -> int:
     """All of a draft model's weights, packed; its tokens are the target's."""
-    return sum(size.resident for size in sub_layer_bytes(draft)) + head_bytes(draft, context)
+    return sum(size.resident for size in sub_layer_bytes(draft)) + head_bytes(draft)
 
 
 def ring_bytes(sizes: Sequence[SubLayerBytes], streamed: Collection[SubLayerId], slots: int) -> int:

@@ -115,7 +115,7 @@ def rechosen(setting: Setting, profile: DeviceProfile, budget_bytes: int) -> Cho
 
 def _fixed(plan: ExecutionPlan) -> MemoryNeed:
     """What the budget holds besides sub-layers and ring."""
-    weights = head_bytes(Model(plan.model, plan.tensors), plan.context)
+    weights = head_bytes(Model(plan.model, plan.tensors))
     return msgspec.structs.replace(plan.memory, weights_bytes=weights, ring_bytes=0)
 
 

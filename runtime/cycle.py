@@ -127,6 +127,7 @@ class Decoding:
     def prefill(self, report: Callable[[int, int], None] | None = None) -> None:
         """Compute and commit every prompt position but the last that the cache does not hold.
 
+        A draft model that the first cycle asks reads the prompt too.
         ``report`` is told before each chunk how many of how many positions are done.
         """
         cache, prompt, chunk = self._cache, self.tokens, self._plan.prefill.chunk
@@ -138,6 +139,9 @@ class Decoding:
             width = commit_width(self._plan.numerics, len(ids))
             result = self._target.run_chain(ids, start, cache, width=width)
             cache.commit(result.keys, result.values, slice(0, len(ids)))
+        cycle = self._cycle()
+        if cycle.draft is DraftSource.MODEL and self._model is not None:
+            self._drafter(cycle).begin(self.tokens)
 
     def step(self, room: int) -> FinishedCycle:
         """Run one cycle that adds 1 to ``room`` tokens to ``tokens``."""
@@ -145,8 +149,9 @@ class Decoding:
         cycle = self._cycle()
         depth = min(cycle.length, room - 1, self._plan.context - len(self.tokens) - 1)
         draft = self._draft(cycle, depth)
-        drafted = time.perf_counter()
+        drafted, before = time.perf_counter(), self._target.flash
         accepted, price = self._verify(draft, cycle)
+        flash = self._target.flash.since(before)
         self._tell(draft, cycle, accepted.path)
         self.tokens += accepted.tokens
         return FinishedCycle(
@@ -158,6 +163,11 @@ class Decoding:
             simulated_us=self._prices.cycle_us + draft.us + price,
             draft_passes=draft.passes,
             nodes_by_depth=nodes_by_depth(draft.tree),
+            flash_bytes=flash.used_bytes,
+            ahead_bytes=flash.ahead_bytes,
+            read_us=flash.used_us,
+            exposed_io_us=flash.exposed_us,
+            stalled_us=flash.waited_us,
         )
 
     def keep(self, length: int) -> None:
@@ -180,9 +190,9 @@ class Decoding:
                 node = tree.add(node, token)
             return Draft(tree, self._prices.ngram_us)
         drafter = self._drafter(cycle)
+        before = drafter.passes
         drafter.begin(self.tokens)
         eos, context = self._plan.model.tokenizer.eos_ids, len(self.tokens)
-        before = drafter.passes
         match cycle.shape:
             case DraftShape.CHAIN:
                 us = fill_chain(tree, drafter, depth, context, eos)

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from profiles.words import NodeId
+from runtime.embedding import EmbeddingFile
 from runtime.kv_cache import KvCache
 from runtime.plan import DraftModel
 from runtime.plan_folder import map_tensors
@@ -25,7 +26,15 @@ CHUNK_ROWS = 64
 def open_draft(folder: Path, draft: DraftModel, threads: int) -> Target:
     """The sessions of a plan's draft model; ``folder`` is the plan's."""
     tensors = map_tensors(folder, draft.weights, draft.tensors)
-    return Target(folder, draft.model, draft.graphs, tensors, threads, draft.attention)
+    embedding = EmbeddingFile(folder / draft.weights.path, draft.tensors)
+    try:
+        return Target(
+            *(folder, draft.model, draft.graphs, tensors, threads, draft.attention),
+            embedding=embedding,
+        )
+    except BaseException:
+        embedding.close()
+        raise
 
 
 class DraftRows:

@@ -7,6 +7,7 @@ not at all, and what went wrong in the thread is raised where a sub-layer is wai
 
 import errno
 import mmap
+import operator
 import os
 import threading
 import time
@@ -30,14 +31,29 @@ _RECOVERY = "check the disk, and the plan's files with `plan inspect`"
 
 
 class FlashCounters(NamedTuple):
-    """What a reader has done so far."""
+    """What a reader has done so far: running totals over all passes.
 
-    bytes: int
+    A pass begins with ``restart`` and uses what it takes.
+    """
+
+    bytes: int = 0
     """Read, with what was given up again."""
-    waited_us: float
-    """That passes waited for sub-layers: exposed I/O."""
-    reading_us: float
+    waited_us: float = 0.0
+    """That passes waited for the arrival of sub-layers."""
+    reading_us: float = 0.0
     """That the thread spent reading, delays of a throttled reader included."""
+    used_bytes: int = 0
+    """Of the sub-layers that passes took, in whole blocks."""
+    ahead_bytes: int = 0
+    """Of ``used_bytes``, in memory when their pass began."""
+    used_us: float = 0.0
+    """Of ``reading_us``, over ``used_bytes``."""
+    exposed_us: float = 0.0
+    """From the begin of each pass to the arrival of the last byte that it took."""
+
+    def since(self, before: "FlashCounters") -> "FlashCounters":
+        """What was counted after ``before``."""
+        return FlashCounters._make(map(operator.sub, self, before))
 
 
 class _Slot:
@@ -56,6 +72,13 @@ class _Entry:
         self.sub_layer = sub_layer
         self.slot = slot
         self.wanted = True
+        self.done_bytes = 0
+        """What of it was read."""
+        self.ahead_bytes = 0
+        """What of it was read when the pass began that it is for."""
+        self.read_us = 0.0
+        self.arrived = 0.0
+        """When it was ready, by ``time.perf_counter``."""
 
 
 class FlashReader:
@@ -98,11 +121,12 @@ class FlashReader:
         self._free = {kind: list(slots) for kind, slots in self._slots.items()}
         self._error: FlashError | None = None
         self._closed = False
-        self._bytes, self._waited_us, self._reading_us = 0, 0.0, 0.0
+        self._counted = FlashCounters()
+        self._began = self._exposed_until = 0.0
+        """When the pass began, and the arrival of the last byte that it took."""
         self._due = 0.0
         """When a throttled reader may go on, by ``time.perf_counter``."""
         self._descriptor, self.direct = self._open()
-        self._length = os.fstat(self._descriptor).st_size
         self._thread = threading.Thread(target=self._work, name="fulcrum-flash", daemon=True)
         self._thread.start()
 
@@ -119,21 +143,11 @@ class FlashReader:
     def counters(self) -> FlashCounters:
         """What was read and waited for since the reader was made."""
         with self._changed:
-            return FlashCounters(self._bytes, self._waited_us, self._reading_us)
+            return self._counted
 
     def slots(self, kind: SubLayerKind) -> list[Array]:
         """The memory of the slots of a kind: ``take`` returns the beginning of one of them."""
         return [slot.array for slot in self._slots.get(kind, ())]
-
-    def check_length(self) -> None:
-        """``FlashError`` if the file has become too short, before its mapped pages are touched.
-
-        The system ends a process that reads a mapped page past the end of a file.
-        """
-        with self._changed:
-            found = self._length if self._closed else os.fstat(self._descriptor).st_size
-        if found < self._length:
-            raise self._failed("the weights were cut off", f"{found} bytes", self._length)
 
     def restart(self, sequence: Sequence[SubLayerId]) -> None:
         """The next sub-layers to be taken are those of ``sequence``, over and over.
@@ -144,12 +158,14 @@ class FlashReader:
         with self._changed:
             self._sequence, self._error = tuple(sequence), None
             self._taken.clear()
+            self._began = self._exposed_until = time.perf_counter()
             kept: list[_Entry] = []
             held = [*self._ready, *([self._reading] if self._reading else [])]
             for entry in held:
                 wanted = sequence[len(kept) % len(sequence)] if sequence else None
                 entry.wanted = entry.wanted and entry.sub_layer == wanted
                 if entry.wanted:
+                    entry.ahead_bytes = entry.done_bytes
                     kept.append(entry)
             self._ready = deque(entry for entry in kept if entry is not self._reading)
             self._next = len(kept)
@@ -169,12 +185,7 @@ class FlashReader:
         """
         with self._changed:
             if not self._ready:
-                began = time.perf_counter()
-                try:
-                    while not (self._ready or self._error or self._closed):
-                        self._changed.wait()
-                finally:
-                    self._waited_us += 1e6 * (time.perf_counter() - began)
+                self._wait()
             if self._closed:
                 raise FlashError("the reader was closed", where=self._file)
             if not self._ready and self._error:
@@ -189,7 +200,33 @@ class FlashReader:
                 )
             self._taken[sub_layer] = entry
             self._ready.popleft()
+            self._count_taken(entry)
             return entry.slot.array[: self.ranges[sub_layer].bytes]
+
+    def _wait(self) -> None:
+        """Until a sub-layer is ready, or none will be. The lock is held."""
+        began = time.perf_counter()
+        try:
+            while not (self._ready or self._error or self._closed):
+                self._changed.wait()
+        finally:
+            until = self._ready[0].arrived if self._ready else time.perf_counter()
+            self._count(waited_us=1e6 * max(until - began, 0.0))
+
+    def _count_taken(self, entry: _Entry) -> None:
+        later = max(entry.arrived, self._exposed_until)
+        self._count(
+            used_bytes=entry.done_bytes,
+            ahead_bytes=entry.ahead_bytes,
+            used_us=entry.read_us,
+            exposed_us=1e6 * (later - self._exposed_until),
+        )
+        self._exposed_until = later
+
+    def _count(self, **more: float) -> None:
+        """Add to the counters. The lock is held."""
+        totals = {name: getattr(self._counted, name) + count for name, count in more.items()}
+        self._counted = self._counted._replace(**totals)
 
     def release(self, sub_layer: SubLayerId) -> None:
         """The slot of a taken sub-layer may be written again; it is read no more."""
@@ -238,7 +275,9 @@ class FlashReader:
                 error = self._failed("reading weights failed", found)
                 error.__cause__ = failure
             with self._changed:
-                self._reading_us += 1e6 * (time.perf_counter() - began)
+                entry.arrived = time.perf_counter()
+                entry.read_us = 1e6 * (entry.arrived - began)
+                self._count(reading_us=entry.read_us)
                 self._reading = None
                 if error is None and entry.wanted:
                     self._ready.append(entry)
@@ -277,8 +316,10 @@ class FlashReader:
                 )
             done += got
             with self._changed:
-                self._bytes += got
+                self._count(bytes=got)
             self._pace(entry, began, got)
+            with self._changed:
+                entry.done_bytes = done
         if not self.direct:
             os.posix_fadvise(self._descriptor, place.offset_bytes, total, os.POSIX_FADV_DONTNEED)
 

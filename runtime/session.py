@@ -124,7 +124,7 @@ class Session:
     @property
     def flash(self) -> FlashCounters | None:
         """What was streamed since the plan was loaded; None where all of it stays in memory."""
-        return self._target.flash
+        return self._target.flash if self.plan.residency else None
 
     @contextmanager
     def _compute(self) -> Generator[None]:

@@ -1,6 +1,7 @@
 """The compiled target model: token ids in, passes over its layers, logits out."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 from profiles.errors import IncompatibleError
 from profiles.words import AttentionKernel, SubLayerId
 from runtime.backends import HIDDEN, HeadSession, LayersSession, PassResult
+from runtime.embedding import EMBEDDING_TENSORS, EmbeddingFile, decoded_rows
 from runtime.flash import FlashCounters, FlashReader
 from runtime.kv_cache import KvCache
 from runtime.model_spec import ModelSpec
@@ -19,12 +21,13 @@ from runtime.tree import TokenTree, tree_mask, tree_positions
 
 Array = np.ndarray[Any, Any]
 
-ZERO_POINT = 128
 _UNPACKED = frozenset(
-    {"attn_norm", "mlp_norm", "final_norm", "scale", "qkv_bias", "qk_norm"}
+    {"attn_norm", "mlp_norm", "final_norm", "qkv_bias", "qk_norm"}
     | {"value_grid", "value_ungrid", "cos", "sin"}
 )
 """Last parts of the names of constants that graphs read where they lie."""
+BLOCKS_NDIM = 3
+"""Of a matrix that is stored in blocks: [out, blocks, bytes]."""
 
 
 class Target:
@@ -32,8 +35,9 @@ class Target:
 
     ``graphs`` are the plan's, ``tensors`` its mapped weights, ``attention`` the kernel that its
     layers were emitted with. One copy of the weights serves every pass: full, under a skip mask,
-    or up to an exit. ``reader`` streams the sub-layers that do not stay in memory; it is closed
-    with the target.
+    or up to an exit. ``reader`` streams the sub-layers that do not stay in memory; ``embedding``
+    reads rows of the table, which are looked up in ``tensors`` without it. Both are closed with
+    the target.
     """
 
     def __init__(
@@ -45,21 +49,20 @@ class Target:
         threads: int,
         attention: AttentionKernel,
         reader: FlashReader | None = None,
+        embedding: EmbeddingFile | None = None,
     ) -> None:
         self.spec = spec
         self.reader = reader
         self.attention = attention
         self.all_on = np.ones(spec.sub_layers, np.bool_)
-        self._table = tensors["embed"]
-        self._scale, self._offset = tensors.get("embed.scale"), tensors.get("embed.offset")
-        self._constants = constants = tensors if reader is None else _kept(tensors)
-        """They must outlive the sessions."""
+        self._embedding = embedding
+        self._tensors = tensors
         files = {
-            graph.kind: GraphFile(
-                folder / graph.artefact.path, {name: constants[name] for name in graph.tensors}
-            )
+            graph.kind: GraphFile(folder / graph.artefact.path, _constants(graph, tensors))
             for graph in graphs
         }
+        self._constants = [file.constants for file in files.values()]
+        """They must outlive the sessions."""
         self._head = HeadSession(*files.pop(GraphKind.HEAD), threads)
         give_back_pages(tensors.values())
         if reader is None:
@@ -76,17 +79,11 @@ class Target:
 
     def embed(self, ids: Sequence[int]) -> Array:
         """Rows of the embedding table, [n, hidden] float32."""
-        if self.reader is not None:
-            self.reader.check_length()
+        if self._embedding is not None:
+            return self._embedding.rows(ids)
         at = np.asarray(ids, np.int64)
-        rows = self._table[at].astype(np.float32)
-        if self._scale is None:
-            return rows
-        scale = self._scale[at].reshape(len(at), -1, 1)
-        blocks = (rows.reshape(*scale.shape[:2], -1) - np.float32(ZERO_POINT)) * scale
-        if self._offset is not None:
-            blocks += self._offset[at, :, None]
-        return blocks.reshape(rows.shape)
+        parts = (self._tensors.get(name) for name in EMBEDDING_TENSORS)
+        return decoded_rows(*(part[at] for part in parts if part is not None))
 
     def run(
         self, hidden: Array, positions: Array, mask: Array, cache: KvCache, active: Array
@@ -163,9 +160,9 @@ class Target:
         return found
 
     @property
-    def flash(self) -> FlashCounters | None:
-        """What was streamed so far; None where all sub-layers are in memory."""
-        return self.reader.counters if self.reader else None
+    def flash(self) -> FlashCounters:
+        """What was streamed so far: nothing where all sub-layers are in memory."""
+        return self.reader.counters if self.reader else FlashCounters()
 
     def stop(self) -> None:
         """Let a pass that waits for weights end with a ``FlashError``, from whichever thread."""
@@ -173,41 +170,53 @@ class Target:
             self.reader.close()
 
     def close(self) -> None:
-        """Release the sessions, and the reader."""
+        """Release the sessions, the reader and the embedding."""
         self._layers.close()
         self._head.close()
+        if self._embedding is not None:
+            self._embedding.close()
 
 
 def open_target(
     folder: Path, plan: ExecutionPlan, threads: int, flash_rate: float | None = None
 ) -> Target:
     """The target of a plan; ``flash_rate`` slows its streaming to so many bytes a second."""
-    reader = None
-    if plan.residency is not None:
-        reader = open_reader(folder / plan.weights.path, plan.tensors, plan.residency, flash_rate)
-    try:
-        return Target(
-            *(folder, plan.model, plan.graphs),
-            map_tensors(folder, plan.weights, plan.tensors),
-            threads=threads,
-            attention=plan.numerics[0].attention,
+    with ExitStack() as opened:
+        tensors = map_tensors(folder, plan.weights, plan.tensors)
+        file, reader = folder / plan.weights.path, None
+        if plan.residency is not None:
+            reader = open_reader(file, plan.tensors, plan.residency, flash_rate)
+            opened.callback(reader.close)
+        embedding = EmbeddingFile(file, plan.tensors)
+        opened.callback(embedding.close)
+        target = Target(
+            *(folder, plan.model, plan.graphs, tensors, threads, plan.numerics[0].attention),
             reader=reader,
+            embedding=embedding,
         )
-    except BaseException:
-        if reader is not None:
-            reader.close()
-        raise
+        opened.pop_all()
+    return target
 
 
-def _kept(tensors: Mapping[str, Array]) -> dict[str, Array]:
-    """``tensors`` with copies of those that are not packed.
+def _constants(graph: Graph, tensors: Mapping[str, Array]) -> dict[str, Array]:
+    """The constants of ``graph``; those that are not packed are copies.
 
-    Mapped pages may be taken away and would then be read again between the reader's reads.
+    So no mapped page is touched once the sessions are open: pages count as this process's memory,
+    many at a time on some systems, and if the system takes them away they are read again between
+    the reader's reads.
     """
+    found = {name: tensors[name] for name in graph.tensors}
     return {
-        name: array.copy() if name.rpartition(".")[2] in _UNPACKED else array
-        for name, array in tensors.items()
+        name: array.copy() if _unpacked(name, found) else array for name, array in found.items()
     }
+
+
+def _unpacked(name: str, tensors: Mapping[str, Array]) -> bool:
+    """Whether a graph reads a constant where it lies; matrices of blocks are packed with scales."""
+    matrix, _, part = name.rpartition(".")
+    if part == "scale":
+        return tensors[matrix].ndim != BLOCKS_NDIM
+    return (part or name) in _UNPACKED
 
 
 def chain_mask(width: int, chain: int, visible: int, capacity: int) -> Array:

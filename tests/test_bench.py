@@ -23,6 +23,7 @@ from planner.prompt_file import Prompt
 from planner.sizes import parse_rate
 from profiles.errors import InputError
 from profiles.words import AttentionKernel, SubLayerId
+from runtime import memory
 from runtime.plan import Residency
 from runtime.plan_cycles import ALONE, OFF, Cycle, DraftSource
 from runtime.plan_folder import read_plan
@@ -56,6 +57,7 @@ MODE_KEYS = {
     *("predicted_tokens_per_s", "predicted_speedup_vs_ar", "measured_over_predicted"),
     *("flash_bytes_per_token", "flash_bytes_per_s", "exposed_over_expected"),
     *("speedup_vs_rivals", "acceptance_by_depth", "per_cycle", "peak_rss_bytes", "token_exact"),
+    "decode_peak_bytes",
 }
 CYCLE_KEYS = {
     *("draft_us", "draft_passes", "verify_us", "exposed_io_us", "expected_exposed_io_us"),
@@ -64,7 +66,7 @@ CYCLE_KEYS = {
 HEAD_KEYS = {
     *("model", "device", "target_format", "device_is_here", "plan_speculates", "prompts"),
     *("rounds", "headline_mode", "modes", "rivals", "forecast_speedup_vs_ar"),
-    "flash_rate_bytes_per_s",
+    *("flash_rate_bytes_per_s", "memory_need_bytes", "memory_budget_bytes"),
 }
 
 
@@ -198,6 +200,27 @@ def test_the_peak_memory_is_that_of_a_python_process() -> None:
     assert 10 * 2**20 < peak_rss_bytes() < 2**40
 
 
+@pytest.mark.parametrize("resets", [True, False])
+def test_the_peak_of_a_mode_is_that_of_its_own_samples(
+    compiled: Compiled, monkeypatch: pytest.MonkeyPatch, resets: bool
+) -> None:
+    peaks = iter(range(3 * 10**9, 4 * 10**9, 10**8))
+    monkeypatch.setattr(memory, "reset_peak", lambda: resets)
+    monkeypatch.setattr(memory, "peak_rss_bytes", lambda: next(peaks))
+    with load(compiled(SKIPPING)) as session:
+        ways = contenders(session, parse_modes("ar,off", session.plan))
+        asked = {"rounds": 1, "max_new_tokens": 2, "report": lambda *_: None}
+        samples = measure(ways, PROMPTS[:2], **asked)
+    found = [figures(samples, name, comparable=True) for name in ("ar", "off")]
+    if resets:
+        # ar, off; off, ar
+        assert [f.decode_peak_bytes for f in found] == [3_300_000_000, 3_200_000_000]
+        assert {f.peak_rss_bytes for f in found} == {3_300_000_000}
+    else:
+        assert [f.decode_peak_bytes for f in found] == [None, None]
+        assert {f.peak_rss_bytes for f in found} == {samples[-1].peak_rss_bytes}
+
+
 def test_modes_take_turns_in_alternating_order(compiled: Compiled) -> None:
     told: list[tuple[int, int]] = []
     with load(compiled(SKIPPING)) as session:
@@ -298,6 +321,7 @@ def test_bench_measures_rivals_beside_the_plan(
         assert found["speedup"] > 0
     assert data["rivals"][names[0]]["speedup_vs_rivals"][names[0]]["speedup"] == 1.0
     text = bench(capsys, folder, "--modes", "spec,chain8", *rivals)
+    assert ("while decoding at most" in text) == memory.reset_peak()
     assert "speedup over" in text
     assert ", all plans together" in text
     assert max(map(len, text.splitlines())) <= 100
@@ -367,6 +391,7 @@ def test_a_streamed_bench_shows_its_cycles_in_100_columns() -> None:
     text = bench_text(streamed_data())
     assert max(map(len, text.splitlines())) <= 100
     assert "3.33 GB/s" in text
+    assert "while decoding" not in text
     assert "flash slowed to 500 MB/s" in text
     assert "accepted at depth 1, 2" in text
     assert "spec over plain, in all: forecast" in text

@@ -271,11 +271,8 @@ def test_a_read_in_small_pieces_is_completed(opened, image: Image) -> None:
 def test_a_file_cut_off_while_it_is_read_is_an_error(opened, own: Image) -> None:
     reader = opened(own, 1)
     reader.restart(ALL)
-    reader.check_length()
     take_all(reader, own, sequence(0, 1))
     os.truncate(own.file, own.ranges[SubLayerId(4)].offset_bytes + BLOCK)
-    with pytest.raises(FlashError, match="cut off"):
-        reader.check_length()
     # What had been read before is right
     with pytest.raises(FlashError, match="end early"):  # noqa: PT012
         take_all(reader, own, sequence(2, 3, 4, 5))

@@ -158,7 +158,7 @@ def test_a_budget_chooses_the_residency_anew_and_is_kept(compiled: Compiled) -> 
     layers = sum(size.resident for size in sizes)
     least = sizes[0].streamed + sizes[1].streamed
     assert least < layers
-    fixed = head_bytes(model, planned.context) + planned.memory.kv_bytes
+    fixed = head_bytes(model) + planned.memory.kv_bytes
     fixed += planned.memory.interpreter_bytes
     setting = setting_of(planned, phone, phone)
     assert with_budget(setting, phone, fixed + layers).residency is None

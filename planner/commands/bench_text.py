@@ -109,8 +109,9 @@ def _notes(data: Figures) -> list[str]:
     scope = f"{counted(data['prompts'], 'prompt')}, {counted(data['rounds'], 'round')}"
     notes = [
         f"{scope}, medians over prompts; in all: total times; accepted, drafted: tokens a cycle",
-        f"peak memory {bytes_label(data['peak_rss_bytes'])}"
+        f"peak memory {bytes_label(data['peak_rss_bytes'])}, loading included"
         + (", all plans together" if data["rivals"] else ""),
+        *_memory(data),
         *_forecast(data),
         *_categories(data),
     ]
@@ -129,6 +130,20 @@ def _notes(data: Figures) -> list[str]:
     if others:
         notes.append(f"other tokens, as formats or passes differ: {', '.join(others)}")
     return notes
+
+
+def _memory(data: Figures) -> Sequence[str]:
+    """What decoding took beside what the plan foresaw."""
+    ways = {**data["modes"], **data["rivals"]}
+    peaks = {name: mode["decode_peak_bytes"] for name, mode in ways.items()}
+    if None in peaks.values():
+        return ()
+    most = max(peaks, key=peaks.__getitem__)
+    need, budget = data["memory_need_bytes"], data["memory_budget_bytes"]
+    return (
+        f"while decoding at most {bytes_label(peaks[most])} ({clean(most, _NAME_LIMIT)});"
+        f" the plan needs {bytes_label(need)} of {bytes_label(budget)}",
+    )
 
 
 def _forecast(data: Figures) -> Sequence[str]:
