@@ -76,6 +76,9 @@ class Recipe(msgspec.Struct, frozen=True):
     residency: Residency | None = None
     draft_seed: int | None = None
     """Of a draft model of the same shape; the model's own seed makes a perfect one."""
+    draft_format: Format = Format.W8A16
+    cheap_drafts: bool = False
+    """Only the verify pass takes time, so nothing but their envelope limits trees that grow."""
     trees: tuple[TreeTemplate, ...] = ()
     growths: tuple[Growth, ...] = ()
 
@@ -102,7 +105,7 @@ def compile_recipe(recipe: Recipe, folder: Path) -> ExecutionPlan:
         if recipe.draft_seed is not None:
             drafting = recipe_source(msgspec.structs.replace(recipe, seed=recipe.draft_seed))
             draft = emit_draft(
-                drafting, Format.W8A16, recipe.context, writer, AttentionKernel.EXACT
+                drafting, recipe.draft_format, recipe.context, writer, AttentionKernel.EXACT
             )
             plan = msgspec.structs.replace(plan, draft=draft)
         writer.commit(plan)
@@ -139,7 +142,7 @@ def _plan(recipe: Recipe, spec: ModelSpec, emission: Emission) -> ExecutionPlan:
         residency=recipe.residency,
         trees=recipe.trees,
         growths=recipe.growths,
-        tables=_tables(len(skipped), len(recipe.cycles) if recipe.residency else 0),
+        tables=_tables(recipe),
         graphs=emission.graphs,
         weights=emission.weights,
         tensors=emission.tensors,
@@ -181,22 +184,27 @@ def _buckets(cycles: Sequence[tuple[int, Cycle]], context: int) -> tuple[Bucket,
     )
 
 
-def _tables(masks: int, streams: int) -> CostTables:
+def _tables(recipe: Recipe) -> CostTables:
+    streams = len(recipe.cycles) if recipe.residency else 0
+    scale = 1e-3 if recipe.cheap_drafts else 1.0
+
     def table(kind: PassKind, mask: int, us: float) -> PassTable:
         return PassTable(kind, mask, (1, 32), (0, 1024), ((us, us), (us, us)))
 
-    drafts = [table(PassKind.DRAFT, mask, DRAFT_US) for mask in range(masks)]
+    drafts = [
+        table(PassKind.DRAFT, mask, scale * DRAFT_US) for mask in range(len(recipe.masks) + 1)
+    ]
     return CostTables(
         passes=(
             table(PassKind.AR, 0, AR_US),
             table(PassKind.VERIFY, 0, VERIFY_US),
             table(PassKind.PREFILL, 0, VERIFY_US),
-            table(PassKind.PROPOSE, 0, DRAFT_US),
+            table(PassKind.PROPOSE, 0, scale * DRAFT_US),
             *drafts,
         ),
         head_widths=(1, 1024),
-        head_us=(HEAD_ROW_US, 1024 * HEAD_ROW_US),
-        cycle_us=CYCLE_US,
+        head_us=(scale * HEAD_ROW_US, 1024 * scale * HEAD_ROW_US),
+        cycle_us=scale * CYCLE_US,
         ngram_us=NGRAM_US,
         streams=(StreamTable((1, 32), (0.0,), ((VERIFY_US,), (VERIFY_US,))),) * streams,
     )
