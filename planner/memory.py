@@ -72,18 +72,20 @@ def plan_memory(
     streamed: Collection[SubLayerId] = (),
     slots: int = 0,
     draft: Model | None = None,
+    draft_growth_tokens: int = 0,
 ) -> MemoryNeed:
     """Peak of decoding up to a full context, loading apart.
 
-    ``pass_bytes`` are those of the largest pass (``widest_pass_bytes``); the sub-layers
-    ``streamed`` are in a ring of ``slots`` for each kind only.
+    ``pass_bytes`` are those of the largest pass (``widest_pass_bytes``), of the target's and of the
+    draft's together, since each session keeps its buffers; the sub-layers ``streamed`` are in a
+    ring of ``slots`` for each kind only.
     """
     spec = target.spec
     held = [i for i in range(spec.sub_layers) if i not in streamed]
     sizes = sub_layer_bytes(target)
     kv = kv_bytes(spec, context, growth_tokens)
     if draft is not None:
-        kv += kv_bytes(draft.spec, context, growth_tokens)
+        kv += kv_bytes(draft.spec, context, draft_growth_tokens)
     return MemoryNeed(
         weights_bytes=sum(sizes[i].resident for i in held) + head_bytes(target),
         kv_bytes=kv,

@@ -104,17 +104,21 @@ def ways(models: Models) -> Ways:
 def need_of(models: Models, attention: AttentionKernel, drafts: bool, away: bool) -> MemoryNeed:
     """Memory of a plan; with ``away`` no sub-layer is counted, nor a ring."""
     spec, exact = models.target.spec, attention is AttentionKernel.EXACT
-    draft = None
+    slots, rows = models.context, min(WIDEST_ROWS, models.context)
+    pass_bytes = widest_pass_bytes(spec, attention, rows, slots, HEAD_ROWS if drafts else 8)
+    draft, draft_growth_tokens = None, 0
     if drafts and models.draft is not None:
         draft = Model(models.draft.model, models.draft.tensors)
-    slots, rows = models.context, min(WIDEST_ROWS, models.context)
+        draft_growth_tokens = models.draft.kv.growth_tokens
+        pass_bytes += widest_pass_bytes(draft.spec, models.draft.attention, rows, slots, 8)
     return plan_memory(
         models.target,
         models.context,
         growth_tokens=EXACT_GROWTH_TOKENS if exact else 0,
-        pass_bytes=widest_pass_bytes(spec, attention, rows, slots, HEAD_ROWS if drafts else 8),
+        pass_bytes=pass_bytes,
         streamed=[SubLayerId(i) for i in range(spec.sub_layers)] if away else (),
         draft=draft,
+        draft_growth_tokens=draft_growth_tokens,
     )
 
 

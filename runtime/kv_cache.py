@@ -52,7 +52,8 @@ class KvCache:
         keys, values = self._zeros(capacity), self._zeros(capacity)
         keys[:, :, : self.length] = self.keys[:, :, : self.length]
         values[:, :, : self.length] = self.values[:, :, : self.length]
-        # Both at once, lest an interrupt leave two capacities
+        # Both at once, lest an interrupt leave two capacities. Keys first would save nothing: what
+        # is bound to the old ones lives until the next pass
         self.keys, self.values = keys, values
 
     def trim(self, slots: int) -> None:
