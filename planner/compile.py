@@ -48,6 +48,7 @@ from runtime.plan import (
     GraphKind,
     formats_of,
 )
+from runtime.plan_cycles import DraftSource
 from runtime.plan_folder import PlanWriter, map_tensors
 from runtime.target import Target
 from runtime.tokens import Tokens
@@ -227,6 +228,9 @@ def decide(
     resident = models.machine(AttentionKernel.FUSED)
     search = Search(resident, calibration, models.context, drafts)
     tried = [Tried(way, search.run(way.times)) for way in found.variants]
+    # A draft model that no bucket drafts with would take memory and give nothing
+    idle = [each for each in tried if each.way.drafts and not each.drafts]
+    tried = [each for each in tried if each not in idle] or tried
     # One that decodes plainly more slowly has to promise more than the error of prices
     plainest = max(plain_speed(each.choices) for each in tried)
     tried.sort(
@@ -248,7 +252,7 @@ def decide(
         tuple(reported),
         tuple(plain),
         tuple((each.name, each.speed) for each in tried),
-        found.refused,
+        (*found.refused, *map(_idle, idle)),
     )
 
 
@@ -264,6 +268,23 @@ class Tried(NamedTuple):
         return f"{self.way.name}; {self.way.assignment}"
 
     @property
+    def drafts(self) -> bool:
+        """Whether the draft model is used."""
+        return any(choice.ranked[0].cycle.draft is DraftSource.MODEL for choice in self.choices)
+
+    @property
     def speed(self) -> float:
         """Tokens per second over all contexts."""
         return mean_speed(self.choices)
+
+
+def _idle(tried: Tried) -> str:
+    """By how much drafting with the model lost where it lost least."""
+    losses = [
+        1 - option.tokens_per_s / choice.ranked[0].tokens_per_s
+        for choice in tried.choices
+        for option in choice.ranked
+        if option.cycle.draft is DraftSource.MODEL
+    ]
+    by = f", at best {min(losses):.1%} slower" if losses else ""
+    return f"{tried.name}: no bucket drafts with the model{by}"

@@ -168,7 +168,7 @@ def test_an_interrupted_calibration_goes_on_where_it_stopped(
             raise StopError
 
     first = calibration(session, tmp_path, [])
-    first._report = stop
+    first.report = stop
     with pytest.raises(StopError):
         first.skip_losses()
     left = read_store(tmp_path / f"{'d' * 64}.json")
