@@ -12,6 +12,7 @@ from tiny_models import GQA, ArraySource, TinyShape, tiny_spec, tiny_weights
 
 from lowering.draft_emission import emit_draft
 from lowering.emission import Emission, emit
+from lowering.source import ModelSource
 from profiles.measure import cpu_description
 from profiles.words import (
     AttentionKernel,
@@ -97,13 +98,22 @@ def recipe_source(recipe: Recipe) -> ArraySource:
 
 def compile_recipe(recipe: Recipe, folder: Path) -> ExecutionPlan:
     """Write the plan folder of a recipe."""
-    source = recipe_source(recipe)
+    drafting = None
+    if recipe.draft_seed is not None:
+        drafting = recipe_source(msgspec.structs.replace(recipe, seed=recipe.draft_seed))
+    return compile_source(recipe, recipe_source(recipe), drafting, folder)
+
+
+def compile_source(
+    recipe: Recipe, source: ModelSource, drafting: ModelSource | None, folder: Path
+) -> ExecutionPlan:
+    """Write a plan folder of other models than the recipe's own; its shape has to be like theirs
+    in having grouped queries or not."""
     with PlanWriter(folder) as writer:
         streamed = recipe.residency.streamed if recipe.residency else ()
         emission = emit(source, recipe.format, recipe.context, writer, recipe.attention, streamed)
         plan = _plan(recipe, source.spec, emission)
-        if recipe.draft_seed is not None:
-            drafting = recipe_source(msgspec.structs.replace(recipe, seed=recipe.draft_seed))
+        if drafting is not None:
             draft = emit_draft(
                 drafting, recipe.draft_format, recipe.context, writer, AttentionKernel.EXACT
             )

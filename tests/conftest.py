@@ -1,13 +1,25 @@
 """Fixtures that several test modules share."""
 
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from compiled_models import Recipe, compile_recipe
+from hypothesis import settings
 
 from runtime.session import Session
+
+# Timings never decide a test
+settings.register_profile("fulcrum", deadline=None)
+settings.load_profile("fulcrum")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _interrupts() -> None:
+    """SIGINT is a KeyboardInterrupt also where a shell started the tests in its background."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

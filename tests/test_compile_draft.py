@@ -22,7 +22,7 @@ from runtime.plan_folder import load_plan
 from runtime.sampling import GREEDY, Sampling
 from runtime.session import Session
 
-LAYERS = 8
+LAYERS = 6
 MIB = 1 << 20
 
 Compile = Callable[..., ExecutionPlan]

@@ -6,9 +6,8 @@ import msgspec
 import pytest
 from tiny_models import GQA, tiny_spec
 
-from planner.compile import target_assignments
 from planner.cost import head_us, sub_layer_us
-from planner.placement import Assignment, Machine, Work, place, price
+from planner.placement import Assignment, Machine, Work, place, price, target_assignments
 from profiles.errors import InfeasibleError
 from profiles.profile import DeviceProfile, Quantity, load_profile
 from profiles.words import AttentionKernel, Format, Provenance, SubLayerId, kind_of
