@@ -57,7 +57,7 @@ TREES = {
 GROWTHS = {
     # Siblings that share all that their parent has grow to the whole envelope
     "wide": Growth(63, 12, 4, 8, (0.0,), ((0.4,), (0.3,), (0.2,), (0.1,))),
-    "deep": Growth(63, 63, 2, 1, (0.0, 0.5), ((0.97, 0.99), (0.02, 0.01))),
+    "deep": Growth(63, 24, 2, 1, (0.0, 0.5), ((0.97, 0.99), (0.02, 0.01))),
     "chain": Growth(8, 8, 1, 1, (0.0,), ((0.99,),)),
     "careful": Growth(16, 5, 3, 4, (0.0, 0.2, 0.6), ((0.2, 0.5, 0.9), (0.1, 0.2, 0.1))),
 }
