@@ -8,6 +8,8 @@ import msgspec
 from planner.bench import Sample
 from planner.modes import AR, SPEC, parse_mode, reference, speculates
 from runtime.plan import Bucket, ExecutionPlan
+from runtime.plan_cycles import HeadOrder
+from runtime.pricing import PriceList
 from runtime.stats import Stats, per_second
 
 
@@ -204,13 +206,20 @@ def same_text(samples: Sequence[Sample], mode: str, other: str) -> bool:
 def forecast_speedup(plan: ExecutionPlan, samples: Sequence[Sample]) -> float | None:
     """The compile's forecast of ``spec`` against plain decoding, at the contexts of its samples.
 
-    To be compared with ``total_speedup_vs_ar``. None where ``spec`` was not measured.
+    To be compared with ``total_speedup_vs_ar``, so where memory is short plain decoding is that of
+    this plan: the forecast's own rival would have the draft model's memory too. None where ``spec``
+    was not measured.
     """
     plain_us = spec_us = 0.0
+    prices = PriceList(plan.tables)
     for sample in (s for s in samples if s.mode == SPEC):
         at = sample.stats.prompt_tokens + sample.stats.new_tokens // 2
-        forecast = _bucket_of(plan, at).forecast
-        plain_us += sample.stats.new_tokens * forecast.ar_us
+        bucket = _bucket_of(plan, at)
+        forecast, ar_us = bucket.forecast, bucket.forecast.ar_us
+        if plan.residency is not None:
+            place = plan.buckets.index(bucket)
+            ar_us = prices.cycle(place, at, HeadOrder.BATCH).verify_us(1, 0.0)
+        plain_us += sample.stats.new_tokens * ar_us
         spec_us += sample.stats.new_tokens * _ratio(forecast.cycle_us, forecast.tokens_per_cycle)
     return plain_us / spec_us if spec_us else None
 
