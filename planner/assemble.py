@@ -30,7 +30,7 @@ from runtime.plan import (
     SamplingRule,
     SkipMask,
 )
-from runtime.plan_cycles import Cycle, DraftSource, Growth, TreeTemplate
+from runtime.plan_cycles import Cycle, DraftShape, DraftSource, Growth, TreeTemplate
 from runtime.plan_tables import PassKind, Placement
 from runtime.sampling import GENERATOR
 
@@ -127,7 +127,7 @@ def assemble(
         placements=tuple(
             placement
             for index, (choice, bucket) in enumerate(zip(decided.choices, buckets, strict=True))
-            for placement in placements(times, index, choice, bucket.cycle, chunk)
+            for placement in placements(times, index, choice, bucket, chunk)
         ),
         tables=cost_tables(
             times, numbers.masks, context, [c.range.middle for c in decided.choices]
@@ -183,11 +183,12 @@ def device_identity(machine: Machine, budget_bytes: int) -> DeviceIdentity:
 
 
 def placements(
-    times: PassTimes, index: int, choice: BucketChoice, cycle: Cycle, chunk: int
+    times: PassTimes, index: int, choice: BucketChoice, bucket: Bucket, chunk: int
 ) -> list[Placement]:
-    """The passes of a bucket as they are placed."""
-    at = choice.range.middle
-    rows = cycle.length + 1
+    """The passes of a bucket as they are placed; a tree grown online has its mean size."""
+    at, cycle = choice.range.middle, bucket.cycle
+    grown = cycle.shape is DraftShape.ONLINE
+    rows = 1 + (round(bucket.forecast.drafted_per_cycle) if grown else cycle.length)
     passes = [
         (PassKind.PREFILL, chunk, 1, times.committing(chunk, at, head_rows=1)),
         (PassKind.AR, 1, 1, times.alone(at) if cycle.lone else times.committing(1, at)),
