@@ -21,6 +21,8 @@ from runtime.plan import ALIGNMENT_BYTES, Candidate, Decision, Formats, MemoryNe
 
 EQUAL = 1e-3
 """Share by which cycle times may differ and count as equal."""
+EQUAL_RATES = 0.05
+"""Likewise rates of reading, which are measured less well."""
 CANNOT_STREAM = {
     Format.W4: "4-bit blocks are packed anew in every pass unless they are constants, which takes"
     " seconds",
@@ -140,8 +142,11 @@ def read_sizes(profile: DeviceProfile) -> tuple[ReadSize, ...]:
 
 
 def fastest(reads: Sequence[ReadSize]) -> ReadSize:
-    """The fastest way to read; among equals the smaller requests."""
-    return min(reads, key=lambda read: (-read.bytes_per_s, read.bytes))
+    """The fastest way to read; of those about as fast the largest requests, which need the least
+    of a core."""
+    best = max(read.bytes_per_s for read in reads)
+    near = [read for read in reads if read.bytes_per_s >= best * (1 - EQUAL_RATES)]
+    return max(near, key=lambda read: read.bytes)
 
 
 def bound_to_memory(formats: Formats, sub_layers: Iterable[SubLayerId]) -> frozenset[SubLayerId]:
