@@ -71,6 +71,8 @@ class Search:
         self._worth: list[float] = []
         self._proposals: dict[Range, list[Proposal]] = {}
         self._lookups: list[LookupOutcome] | None = None
+        self._fastest: dict[Range, float] = {}
+        """Tokens per second of the best cycle so far, where there is a draft model."""
 
     def run(self, times: PassTimes) -> list[BucketChoice]:
         """All buckets under one assignment of the target."""
@@ -82,7 +84,10 @@ class Search:
         options = [off, *self._lookup_options(times, at)]
         if self._drafts is not None and times.draft is not None:
             options += self._drafts.options(times, at)
-        to_beat = max(option.tokens_per_s for option in (plain, *options))
+        best_here = max(option.tokens_per_s for option in (plain, *options))
+        to_beat = max(best_here, self._fastest.get(part, 0.0))
+        if self._drafts is not None:
+            self._fastest[part] = to_beat
         proposed = hopeful = 0
         if could_skip(times, at, to_beat):
             skips, proposed, hopeful = self._skip_options(times, part, to_beat)
