@@ -211,16 +211,23 @@ def candidate_sets(
 ) -> Iterator[tuple[str, frozenset[SubLayerId]]]:
     """Names and streamed sets that are considered, each set once.
 
-    By layer, and by MLP with all attention in memory: the first so many stay (Lever), the last, or
-    evenly spread ones. ``kept`` stay in any case.
+    By layer, and by one kind of sub-layer with all of the other in memory: the first so many stay
+    (Lever), the last, or evenly spread ones. ``kept`` stay in any case.
     """
     free = [stage for stage in load.streamed if stage.sub_layer not in kept]
     layers: dict[int, list[SubLayerId]] = {}
     for stage in free:
         layers.setdefault(stage.sub_layer // 2, []).append(stage.sub_layer)
-    mlps = [[s.sub_layer] for s in free if s.kind is SubLayerKind.MLP]
+    attention, mlps = (
+        [[s.sub_layer] for s in free if s.kind is kind]
+        for kind in (SubLayerKind.ATTENTION, SubLayerKind.MLP)
+    )
     seen: set[frozenset[SubLayerId]] = set()
-    for noun, units in (("layers", list(layers.values())), ("MLPs", mlps)):
+    for noun, units in (
+        ("layers", list(layers.values())),
+        ("MLPs", mlps),
+        ("attention sub-layers", attention),
+    ):
         for count in range(len(units), -1, -1):
             for place, stay in _places(len(units), count):
                 streamed = frozenset(
