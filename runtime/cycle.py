@@ -78,7 +78,7 @@ class Draft(NamedTuple):
 class Decoding:
     """The state of one generation: its tokens, cache and drafts; ``step`` runs one cycle.
 
-    ``model`` and ``model_rows`` are the session's draft model, if the plan has one.
+    ``model`` is the session's draft model with its keys and values, if the plan has one.
     """
 
     def __init__(
